@@ -1,0 +1,1 @@
+"""Decisions: what to evict, what to fetch, what to compute next."""
