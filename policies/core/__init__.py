@@ -1,0 +1,1 @@
+"""The sans-I/O decision core: events in, commands out; standard library only."""

@@ -5,6 +5,7 @@ Owns the jobs of the running step.  Does not know the cache, the link or the ord
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -39,3 +40,50 @@ class Job:
     missing: int = 0
     queued: dict[ExpertId, None] = field(default_factory=dict)
     ready_seq: int = -1
+
+
+class ProgressTable:
+    """The unfinished jobs of the step, at most one for each unit of requests."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[int, Job] = {}
+        self.ready: dict[int, Job] = {}
+        self._ready_seq = 0
+
+    def add(self, job: Job) -> None:
+        """A new, blocked job."""
+        self.jobs[job.id] = job
+
+    def make_ready(self, job: Job) -> None:
+        """The last missing expert of ``job`` is resident."""
+        self._ready_seq += 1
+        job.ready_seq = self._ready_seq
+        job.state = JobState.READY
+        self.ready[job.id] = job
+
+    def commit(self, group: Sequence[Job]) -> None:
+        """These jobs run on the GPU from now on."""
+        for job in group:
+            job.state = JobState.RUNNING
+            del self.ready[job.id]
+
+    def finish(self, job: Job) -> None:
+        """``job`` has left the GPU."""
+        del self.jobs[job.id]
+
+    def lowest_layer(self, otherwise: int) -> int:
+        """The layer of the request that lags most; ``otherwise`` if none is unfinished."""
+        return min((job.layer for job in self.jobs.values()), default=otherwise)
+
+    def check(self) -> None:
+        """Assert that states, counts and lists agree."""
+        for job in self.jobs.values():
+            assert (job.state is JobState.BLOCKED) == (job.missing > 0), (
+                f"job {job.id} is {job.state.name}, {job.missing} missing"
+            )
+            assert (job.state is JobState.READY) == (job.id in self.ready), (
+                f"job {job.id}: state and ready list disagree"
+            )
+        assert self.ready.keys() <= self.jobs.keys(), "a ready job is not in the table"
+        units = [job.unit for job in self.jobs.values()]
+        assert len({*units}) == len(units), "a unit has two jobs"

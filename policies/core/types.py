@@ -48,7 +48,8 @@ class ModelSpec:
                 raise UserError(f"model {self.name}: {field} is {value}, expected at least 1")
         if self.top_k > self.n_experts:
             raise UserError(
-                f"model {self.name}: top_k {self.top_k} is above its {self.n_experts} experts a layer; lower model.top_k"
+                f"model {self.name}: top_k {self.top_k} is above its {self.n_experts} experts a layer; "
+                f"lower model.top_k"
             )
 
     @property

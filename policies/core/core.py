@@ -1,0 +1,300 @@
+"""The decision core: a pure function from events to commands (paper §4).
+
+The rules of the machine, in one place:
+
+1. ``handle`` absorbs all events it is given, then commits compute, then issues fetches.  Absorbing
+   first gives completions of one instant the same chance to be batched.
+2. StepBegin -> ENTRY batch of all requests -> its gates make the first job of every unit.
+3. A new job pins the experts that are in the cache, then reserves and pins an entry for each absent
+   one, then queues their fetches.  An expert that is already queued or in flight is shared.
+4. A job is blocked if and only if an expert is missing.  FetchDone may make its waiters ready.
+5. While a compute slot is free, the order picks a lead among the ready jobs and the batching its
+   companions.  ComputeDone releases their references and makes their next jobs.
+6. While a fetch slot is free, the fetch order picks a blocked job and its next expert is read; the
+   prefetch policy speaks only while no demand fetch is queued.
+7. After the last job of the last unit: HEAD batch of all requests, then StepEnd.
+8. Nothing running and something unfinished is a DeadlockError; an answer to no question is a
+   ProtocolError.
+
+No clock, no random numbers, no threads, no tensors; nothing iterated here is a set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from policies.core.expert_cache import Entry, ExpertCache
+from policies.core.fetch_queue import FetchQueue
+from policies.core.issuer import JobIssuer
+from policies.core.messages import Command, Compute, ComputeDone, Event, Fetch, FetchDone, Gate, StepBegin, StepEnd
+from policies.core.progress import Job, ProgressTable
+from policies.core.protocols import Batching, EvictionPolicy, JobOrder, Partition, PrefetchPolicy
+from policies.core.types import CapacityError, DeadlockError, ExpertId, ModelSpec, Phase, ProtocolError, RequestId
+
+
+class DecisionCore:
+    """One run's decisions.
+
+    ``capacity``: cache slots.  ``fetch_slots``: reads in flight at most.  ``compute_slots``:
+    batches in flight at most (the commit depth).  ``strict``: refuse a cache that is too small for
+    runahead instead of running all requests as one unit.
+
+    ``runahead`` says what became of it: "on", "not used" (one unit) or "off: " and the reason.
+
+    Raises CapacityError if the cache cannot hold one request's experts.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        capacity: int,
+        eviction: EvictionPolicy,
+        *,
+        partition: Partition,
+        batching: Batching,
+        compute_order: JobOrder,
+        fetch_order: JobOrder,
+        prefetch: PrefetchPolicy | None = None,
+        fetch_slots: int = 8,
+        compute_slots: int = 1,
+        strict: bool = False,
+    ) -> None:
+        if fetch_slots < 1 or compute_slots < 1:
+            raise CapacityError(f"fetch_slots {fetch_slots} and compute_slots {compute_slots} must be at least 1")
+        # Prefetches in flight hold slots that no job can take.
+        spare = prefetch.max_in_flight if prefetch else 0
+        room = [eviction.room(layer, capacity) - spare for layer in range(model.n_layers)]
+        if min(room) < model.top_k:
+            raise CapacityError(
+                f"a cache of {capacity} slots leaves {max(min(room), 0)} for the experts of layer "
+                f"{room.index(min(room))} and a request needs {model.top_k}; raise cache.slots or cache.fraction"
+            )
+        self.model = model
+        self.cache = ExpertCache(capacity, eviction)
+        self.runahead = "not used"
+        self._queue = FetchQueue(fetch_order)
+        self._progress = ProgressTable()
+        self._issuer = JobIssuer(model, self.cache, self._progress, self._queue, room)
+        self._partition, self._batching, self._compute_key = partition, batching, compute_order.key
+        self._prefetch, self._strict, self._smallest_room = prefetch, strict, min(room)
+        self._fetch_slots, self._compute_slots = fetch_slots, compute_slots
+        self._batches: dict[int, tuple[Compute, Sequence[Job]]] = {}
+        self._step: StepBegin | None = None
+        self._last_id = 0
+
+    # ------------------------------------------------------------------ the one entrance
+
+    def handle(self, *events: Event) -> list[Command]:
+        """Absorb ``events``, then commit and issue all that can start now."""
+        out: list[Command] = []
+        for event in events:
+            if type(event) is FetchDone:
+                self._fetched(event)
+            elif type(event) is ComputeDone:
+                self._computed(event, out)
+            elif type(event) is StepBegin:
+                self._begin(event, out)
+            else:
+                raise ProtocolError(f"{event!r} is no event of the core")
+        self._commit(out)
+        self._issue(out)
+        if self._step is not None and not self._batches and not len(self._queue):
+            raise DeadlockError(f"nothing is running and step {self._step.step} is unfinished\n{self.dump()}")
+        return out
+
+    # ------------------------------------------------------------------ absorb
+
+    def _begin(self, event: StepBegin, out: list[Command]) -> None:
+        if self._step is not None:
+            raise ProtocolError(f"StepBegin({event.step}): step {self._step.step} has not ended")
+        if not event.requests or len({*event.requests}) != len(event.requests):
+            raise ProtocolError(f"StepBegin({event.step}): requests {event.requests} are empty or repeat")
+        self._step = event
+        units = self._partition.units(event.requests)
+        if sorted(r for unit in units for r in unit) != sorted(event.requests):
+            raise ProtocolError(f"{type(self._partition).__name__}.units must put every request in one unit: {units}")
+        if len(units) > 1 and not self._may_run_ahead(event.requests):
+            units = [event.requests]
+        self._issuer.begin(units)
+        self.cache.eviction.begin_step(event.step)
+        self._launch(Phase.ENTRY, -1, event.requests, (), out)
+
+    def _may_run_ahead(self, requests: tuple[RequestId, ...]) -> bool:
+        """Only if the cache can hold every request's experts without sharing (paper §4.4)."""
+        need = len(requests) * self.model.top_k
+        if need <= self._smallest_room:
+            if self.runahead == "not used":
+                self.runahead = "on"
+            return True
+        reason = (
+            f"{len(requests)} requests x top-{self.model.top_k} need {need} cache slots and {self._smallest_room} "
+            f"can be had; raise cache.slots or cache.fraction, or lower concurrency"
+        )
+        if self._strict:
+            raise CapacityError(f"runahead is impossible: {reason}")
+        self.runahead = f"off: {reason}"
+        return False
+
+    def _fetched(self, event: FetchDone) -> None:
+        for job in self.cache.fill(self._queue.land(event.fetch)):
+            job.missing -= 1
+            if job.missing == 0:
+                self._progress.make_ready(job)
+
+    def _computed(self, event: ComputeDone, out: list[Command]) -> None:
+        batch, jobs = self._batches.pop(event.batch, (None, ()))
+        if batch is None:
+            raise ProtocolError(f"ComputeDone({event.batch}): no such batch runs; it was never issued or came twice")
+        gates = self._checked_gates(event, batch)
+        if batch.phase is Phase.HEAD:
+            self._end_step(out)
+            return
+        for job in jobs:
+            for expert in job.needs:
+                self.cache.unpin(expert)
+            self._progress.finish(job)
+        if batch.phase is Phase.ENTRY:
+            self._issuer.enter(gates)
+        for job in jobs:
+            self._issuer.advance(job, gates)
+        if self.cache.holds_any:
+            passed = self._progress.lowest_layer(otherwise=self.model.n_layers)
+            self.cache.release_holds(below=passed * self.model.n_experts)
+        if self._issuer.unfinished == 0:
+            assert self._step is not None
+            self._launch(Phase.HEAD, self.model.n_layers, self._step.requests, (), out)
+
+    def _end_step(self, out: list[Command]) -> None:
+        assert self._step is not None
+        out.append(StepEnd(self._step.step))
+        self._step = None
+        self.cache.release_holds()
+
+    def _checked_gates(self, event: ComputeDone, batch: Compute) -> Mapping[RequestId, Gate]:
+        """The next layer's gates by request.  Raises ProtocolError if they cannot be that."""
+        layer = batch.layer + 1
+        expected = len(batch.requests) if layer < self.model.n_layers else 0
+        if len(event.gates) != expected:
+            raise ProtocolError(
+                f"ComputeDone({event.batch}) has {len(event.gates)} gates; expected {expected}, those of layer {layer}"
+            )
+        top_k = self.model.top_k
+        low = layer * self.model.n_experts
+        high = low + self.model.n_experts
+        for gate in event.gates:
+            chosen = gate.experts
+            if len({*chosen}) != top_k or len(chosen) != top_k or min(chosen) < low or max(chosen) >= high:
+                raise ProtocolError(
+                    f"ComputeDone({event.batch}) has the gate {chosen}; expected {top_k} distinct experts of "
+                    f"layer {layer}, ids {low} to {high - 1}"
+                )
+        return dict(zip(batch.requests, event.gates, strict=False))
+
+    # ------------------------------------------------------------------ the Compute Scheduler
+
+    def _commit(self, out: list[Command]) -> None:
+        ready, key = self._progress.ready, self._compute_key
+        while ready and len(self._batches) < self._compute_slots:
+            lead = min(ready.values(), key=lambda job: (key(job), job.id))
+            group = [lead] if len(ready) == 1 else self._group(lead)
+            self._progress.commit(group)
+            requests = lead.requests if len(group) == 1 else tuple([r for job in group for r in job.requests])
+            self._launch(Phase.JOB, lead.layer, requests, group, out)
+
+    def _group(self, lead: Job) -> Sequence[Job]:
+        ready = sorted(self._progress.ready.values(), key=lambda job: job.id)
+        group = self._batching.group(lead, ready)
+        if lead not in group or any(job.layer != lead.layer for job in group):
+            raise ProtocolError(f"{type(self._batching).__name__}.group left its lead out or mixed layers")
+        return group
+
+    def _launch(
+        self, phase: Phase, layer: int, requests: tuple[RequestId, ...], jobs: Sequence[Job], out: list[Command]
+    ) -> None:
+        needs = jobs[0].needs if len(jobs) == 1 else tuple(dict.fromkeys([e for job in jobs for e in job.needs]))
+        entries = self.cache.entries
+        batch = Compute(self._next_id(), phase, layer, requests, needs, tuple([entries[e].slot for e in needs]))
+        self._batches[batch.batch] = (batch, jobs)
+        out.append(batch)
+
+    # ------------------------------------------------------------------ the Expert Fetcher
+
+    def _issue(self, out: list[Command]) -> None:
+        queue = self._queue
+        while len(queue) < self._fetch_slots:
+            expert = queue.choose()
+            if expert is not None:
+                self._start(expert, self.cache.entries[expert], out)
+            elif not self._issue_prefetch(out):
+                return
+
+    def _issue_prefetch(self, out: list[Command]) -> bool:
+        policy = self._prefetch
+        if policy is None or self._queue.prefetches >= policy.max_in_flight:
+            return False
+        expert = policy.next(self)
+        if expert is None:
+            return False
+        if not self.absent(expert):
+            raise ProtocolError(f"{type(policy).__name__}.next chose expert {expert}, which is in the cache or coming")
+        entry = self.cache.reserve_prefetch(expert, policy.hold)
+        if entry is None:
+            return False
+        self._start(expert, entry, out)
+        return True
+
+    def _start(self, expert: ExpertId, entry: Entry, out: list[Command]) -> None:
+        fetch = self._next_id()
+        entry.started = True
+        out.append(Fetch(fetch, expert, entry.slot, self._queue.start(fetch, expert, entry.waiters)))
+
+    # ------------------------------------------------------------------ what a prefetch policy may see
+
+    @property
+    def jobs(self) -> Sequence[Job]:
+        """The unfinished jobs of the step, oldest first."""
+        return tuple(self._progress.jobs.values())
+
+    @property
+    def demand_in_flight(self) -> int:
+        """Demand fetches in flight, prefetches that a job has come to wait for included."""
+        return len(self._queue) - self._queue.prefetches
+
+    def absent(self, expert: ExpertId) -> bool:
+        """True if ``expert`` is neither resident nor on its way."""
+        return expert not in self.cache.entries
+
+    # ------------------------------------------------------------------ for tests and for people
+
+    def check(self) -> None:
+        """Assert every invariant that can be seen from inside."""
+        self._progress.check()
+        self.cache.check(self._progress.jobs)
+        flights = list(self._queue.flights.values())
+        assert len({*flights}) == len(flights) <= self._fetch_slots, "an expert is fetched twice, or too many at a time"
+        assert len(self._batches) <= self._compute_slots, "more batches than compute slots"
+        assert not (self._progress.ready and len(self._batches) < self._compute_slots), "idle GPU beside a ready job"
+        for expert, entry in self.cache.entries.items():
+            pending = entry.started and not entry.resident
+            assert pending == (expert in flights), f"expert {expert}: in flight and its entry disagree"
+        for job in self._progress.jobs.values():
+            entries = [self.cache.entries[expert] for expert in job.needs]
+            assert job.missing == sum(not entry.resident for entry in entries), f"job {job.id}: wrong count of missing"
+            queued = [e for e, entry in zip(job.needs, entries, strict=True) if not entry.started]
+            assert sorted(job.queued) == sorted(queued), f"job {job.id}: wrong list of queued experts"
+
+    def dump(self) -> str:
+        """The state in lines for a person."""
+        lines = [f"running batches {sorted(self._batches)}, fetches in flight {sorted(self._queue.flights)}"]
+        lines += [
+            f"job {job.id}: layer {job.layer}, requests {job.requests}, {job.state.name}, {job.missing} missing, "
+            f"queued {list(job.queued)}"
+            for job in self._progress.jobs.values()
+        ]
+        cache = self.cache
+        lines.append(f"cache: {len(cache.entries)} entries of {cache.capacity}, {len(cache.evictable)} evictable")
+        return "\n".join(lines)
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id

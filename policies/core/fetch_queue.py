@@ -1,0 +1,81 @@
+"""The Expert Fetcher's queue (paper §4.2): which missing expert is read next, and what is in flight.
+
+Owns the order of demand fetches and the table of running ones.  Does not know slots or victims.
+"""
+
+from __future__ import annotations
+
+from policies.core.progress import Job
+from policies.core.protocols import JobOrder
+from policies.core.types import ExpertId, FetchKind, ProtocolError
+
+
+class FetchQueue:
+    """Blocked jobs that still have a queued expert, and the fetches in flight.
+
+    Only such a job can be chosen to fetch for: one whose missing experts are all in flight has
+    nothing left to start.  An expert that several jobs wait for is queued for each of them, so the
+    most urgent of them decides when it is read.
+    """
+
+    def __init__(self, order: JobOrder) -> None:
+        self._key = order.key
+        self._jobs: dict[int, Job] = {}
+        self._flights: dict[int, ExpertId] = {}
+        self._prefetches: dict[ExpertId, None] = {}
+
+    def __len__(self) -> int:
+        """Fetches in flight."""
+        return len(self._flights)
+
+    @property
+    def flights(self) -> dict[int, ExpertId]:
+        """Fetch id -> expert of the fetches in flight (read only)."""
+        return self._flights
+
+    @property
+    def prefetches(self) -> int:
+        """Prefetches in flight that no job has come to wait for."""
+        return len(self._prefetches)
+
+    def add(self, job: Job) -> None:
+        """A job was blocked; its ``queued`` experts want to be read."""
+        if job.queued:
+            self._jobs[job.id] = job
+
+    def choose(self) -> ExpertId | None:
+        """The next queued expert of the job that comes first, or None.
+
+        Jobs enter in the order of their ids, and ``min`` keeps the first of equals: ties go to the
+        lower id.
+        """
+        if not self._jobs:
+            return None
+        return next(iter(min(self._jobs.values(), key=self._key).queued))
+
+    def start(self, fetch: int, expert: ExpertId, waiters: list[Job]) -> FetchKind:
+        """``fetch`` reads ``expert`` from now on; nobody has it queued any more.
+
+        A fetch that nobody waits for is a prefetch.
+        """
+        self._flights[fetch] = expert
+        if not waiters:
+            self._prefetches[expert] = None
+            return FetchKind.PREFETCH
+        for job in waiters:
+            del job.queued[expert]
+            if not job.queued:
+                del self._jobs[job.id]
+        return FetchKind.DEMAND
+
+    def upgrade(self, expert: ExpertId) -> None:
+        """A job waits for ``expert``, which is in flight: from now on that is a demand fetch."""
+        self._prefetches.pop(expert, None)
+
+    def land(self, fetch: int) -> ExpertId:
+        """``fetch`` has completed.  Raises ProtocolError if it is not in flight."""
+        expert = self._flights.pop(fetch, None)
+        if expert is None:
+            raise ProtocolError(f"FetchDone({fetch}): no such fetch is in flight; it was never issued or came twice")
+        self._prefetches.pop(expert, None)
+        return expert

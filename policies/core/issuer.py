@@ -1,0 +1,128 @@
+"""The Job Issuer (paper §4.1, §4.4): from gate outputs to jobs whose experts are pinned.
+
+Owns the units of the step and the waves of a unit that does not fit into the cache at one time.
+Does not know when anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from policies.core.expert_cache import ExpertCache
+from policies.core.fetch_queue import FetchQueue
+from policies.core.messages import Gate
+from policies.core.progress import Job, ProgressTable
+from policies.core.types import CapacityError, ExpertId, ModelSpec, RequestId
+
+Members = list[tuple[RequestId, Gate]]
+
+
+@dataclass(slots=True)
+class _Waves:
+    """A unit that passes a layer part by part: who is still to come, and the next gates of the others."""
+
+    todo: list[Members]
+    gates: dict[RequestId, Gate] = field(default_factory=dict)
+
+
+class JobIssuer:
+    """Makes the next job of each unit.  ``room[l]``: slots that the experts of layer l may fill."""
+
+    def __init__(
+        self, model: ModelSpec, cache: ExpertCache, progress: ProgressTable, queue: FetchQueue, room: Sequence[int]
+    ) -> None:
+        self._model, self._cache, self._progress, self._queue, self._room = model, cache, progress, queue, room
+        self._units: Sequence[tuple[RequestId, ...]] = ()
+        self._waves: dict[int, _Waves] = {}
+        self._last_job = 0
+        self.unfinished = 0
+
+    def begin(self, units: Sequence[tuple[RequestId, ...]]) -> None:
+        """A step of these units begins."""
+        self._units = units
+        self.unfinished = len(units)
+
+    def enter(self, gates: Mapping[RequestId, Gate]) -> None:
+        """The gates of layer 0 are known: every unit gets its first job."""
+        for unit, requests in enumerate(self._units):
+            self._enter_layer(unit, requests, 0, gates)
+
+    def advance(self, job: Job, gates: Mapping[RequestId, Gate]) -> None:
+        """``job`` has ended: its unit goes on to its next wave, to the next layer, or to its end."""
+        layer, requests = job.layer + 1, job.requests
+        waves = self._waves.get(job.unit)
+        if waves is not None:
+            waves.gates |= {request: gates[request] for request in requests if request in gates}
+            if waves.todo:
+                self._make_job(job.unit, waves.todo.pop(0), job.layer)
+                return
+            del self._waves[job.unit]
+            requests, gates = self._units[job.unit], waves.gates
+        if layer < self._model.n_layers:
+            self._enter_layer(job.unit, requests, layer, gates)
+        else:
+            self.unfinished -= 1
+
+    def _enter_layer(
+        self, unit: int, requests: tuple[RequestId, ...], layer: int, gates: Mapping[RequestId, Gate]
+    ) -> None:
+        members = [(request, gates[request]) for request in requests]
+        for request, gate in members:
+            self._cache.eviction.observe(request, gate)
+        if len(members) * self._model.top_k > self._room[layer]:
+            members, *rest = _split(members, self._room[layer])
+            if rest:
+                self._waves[unit] = _Waves(rest)
+        self._make_job(unit, members, layer)
+
+    def _make_job(self, unit: int, members: Members, layer: int) -> None:
+        """Pin the residents, then reserve and pin the absent, then queue their fetches."""
+        uses: dict[ExpertId, int] = {}
+        for _, gate in members:
+            for expert in gate.experts:
+                uses[expert] = uses.get(expert, 0) + 1
+        self._last_job += 1
+        predicted = tuple(gate.predicted for _, gate in members)
+        job = Job(self._last_job, unit, tuple([request for request, _ in members]), layer, tuple(uses), predicted)
+        pin = self._cache.pin
+        absent = []
+        for expert, count in uses.items():
+            entry = pin(expert, count)
+            if entry is None:
+                absent.append(expert)
+            elif not entry.resident:
+                job.missing += 1
+                entry.waiters.append(job)
+                if entry.started:
+                    self._queue.upgrade(expert)
+                else:
+                    job.queued[expert] = None
+        for expert in absent:
+            entry = self._cache.reserve(expert, uses[expert])
+            if entry is None:
+                raise CapacityError(
+                    f"no slot for expert {self._model.split(expert)}: every entry is needed by an unfinished job; "
+                    f"the eviction policy promised more room than it gives"
+                )
+            entry.waiters.append(job)
+            job.queued[expert] = None
+        job.missing += len(absent)
+        self._progress.add(job)
+        if job.missing:
+            self._queue.add(job)
+        else:
+            self._progress.make_ready(job)
+
+
+def _split(members: Members, room: int) -> list[Members]:
+    """Consecutive requests, as many at a time as the union of their experts allows."""
+    waves: list[Members] = []
+    union: dict[ExpertId, None] = {}
+    for request, gate in members:
+        union |= dict.fromkeys(gate.experts)
+        if not waves or len(union) > room:
+            waves.append([])
+            union = dict.fromkeys(gate.experts)
+        waves[-1].append((request, gate))
+    return waves

@@ -1,0 +1,239 @@
+"""The journal: the order of events of one run, and the commands that answered them.
+
+One gzip file of JSON lines: a header object (schema, resolved config, model, digest of the routing)
+and one line ``[t_s, events, commands]`` for each ``handle``.  From it everything else follows:
+metrics and timelines (``analysis``), a *re-feed* through a fresh core, which must give the same
+commands, and a *replay*, which imposes the same order on another world.
+
+    events    ["S", step, [requests]]   ["C", batch, [[experts], ...]]   ["F", fetch]
+    commands  ["C", batch, phase, layer, [requests], [experts], [slots]]
+              ["F", fetch, expert, slot, kind]   ["E", step]
+
+A ComputeDone whose gates carry predictions has a fourth item: [[[expert, score], ...], ...].
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from policies.core.core import DecisionCore
+from policies.core.messages import Command, Compute, ComputeDone, Event, Fetch, FetchDone, Gate, StepBegin, StepEnd
+from policies.core.protocols import Backend
+from policies.core.types import ExpertId, FetchKind, ModelSpec, Phase, ProtocolError, UserError
+
+SCHEMA = 1
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One ``handle``: all ``events`` were seen and all ``commands`` given at ``t_s`` seconds."""
+
+    t_s: float
+    events: tuple[Event, ...]
+    commands: tuple[Command, ...]
+
+
+class Journal:
+    """Writes a journal.  Use it as a context manager; the same run gives the same bytes."""
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        self._file = path.open("wb")
+        # No name and no time in the gzip header: they would make equal journals differ.
+        self._gzip = gzip.GzipFile(filename="", mode="wb", fileobj=self._file, compresslevel=4, mtime=0)
+        self._lines = [_encode({"schema": SCHEMA, **header})]
+
+    def record(self, t_s: float, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        """Append one ``handle``."""
+        row = (t_s, [_event_row(event) for event in events], [_command_row(command) for command in commands])
+        self._lines.append(_encode(row))
+        if len(self._lines) >= 256:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._gzip.write("".join(line + "\n" for line in self._lines).encode())
+        self._lines = []
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        self._flush()
+        self._gzip.close()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _event_row(event: Event) -> tuple[Any, ...]:
+    if isinstance(event, FetchDone):
+        return ("F", event.fetch)
+    if isinstance(event, ComputeDone):
+        experts = [gate.experts for gate in event.gates]
+        if any(gate.predicted for gate in event.gates):
+            return ("C", event.batch, experts, [gate.predicted for gate in event.gates])
+        return ("C", event.batch, experts)
+    return ("S", event.step, event.requests)
+
+
+def _command_row(command: Command) -> tuple[Any, ...]:
+    if isinstance(command, Fetch):
+        return ("F", command.fetch, command.expert, command.slot, command.kind)
+    if isinstance(command, Compute):
+        c = command
+        return ("C", c.batch, c.phase, c.layer, c.requests, c.experts, c.slots)
+    return ("E", command.step)
+
+
+def _event(row: list[Any]) -> Event:
+    if row[0] == "F":
+        return FetchDone(row[1])
+    if row[0] == "S":
+        return StepBegin(row[1], tuple(row[2]))
+    predicted = row[3] if len(row) > 3 else [()] * len(row[2])
+    gates = zip(row[2], predicted, strict=True)
+    return ComputeDone(row[1], tuple(Gate(tuple(e), tuple((x, s) for x, s in p)) for e, p in gates))
+
+
+def _command(row: list[Any]) -> Command:
+    if row[0] == "F":
+        return Fetch(row[1], row[2], row[3], FetchKind(row[4]))
+    if row[0] == "E":
+        return StepEnd(row[1])
+    _, batch, phase, layer, requests, experts, slots = row
+    return Compute(batch, Phase(phase), layer, tuple(requests), tuple(experts), tuple(slots))
+
+
+def read_journal(path: Path) -> tuple[dict[str, Any], Iterator[Record]]:
+    """The header and the records of a journal, read as they are asked for.
+
+    Raises UserError if the file is no journal, or of another schema, or broken off.
+    """
+    lines = _lines(path)
+    try:
+        header = json.loads(next(lines, "null"))
+    except ValueError:
+        header = None
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
+        raise UserError(f"{path} is no journal of schema {SCHEMA}; give the journal.jsonl.gz of a finished run")
+    return header, _records(path, lines)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            yield from file
+    except (EOFError, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a journal ({error}); run the cell again") from error
+
+
+def _records(path: Path, lines: Iterator[str]) -> Iterator[Record]:
+    for number, line in enumerate(lines, start=2):
+        try:
+            t_s, events, commands = json.loads(line)
+            yield Record(t_s, tuple(map(_event, events)), tuple(map(_command, commands)))
+        except (ValueError, TypeError, IndexError, KeyError) as error:
+            raise UserError(f"{path} line {number} is no record of a journal; run the cell again") from error
+
+
+def refeed(core: DecisionCore, records: Iterable[Record]) -> int:
+    """Run a journal through a fresh core with no backend; returns the number of records.
+
+    Raises ProtocolError at the first command that differs.
+    """
+    count = 0
+    for count, record in enumerate(records, start=1):
+        commands = tuple(core.handle(*record.events))
+        if commands != record.commands:
+            raise ProtocolError(f"record {count}: the journal has {record.commands}, the core now gives {commands}")
+    return count
+
+
+class ReplayWorkload:
+    """The steps of a journal, each as soon as the one before has ended."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._steps = (e for record in records for e in record.events if isinstance(e, StepBegin))
+
+    def begin(self, now_s: float) -> StepBegin | None:
+        """The journal's next step."""
+        return next(self._steps, None)
+
+
+class ReplayBackend:
+    """Imposes a journal's order of events on another backend, holding early completions back."""
+
+    def __init__(self, inner: Backend, records: Iterable[Record]) -> None:
+        self._inner = inner
+        self._script = (r.events for r in records if not isinstance(r.events[0], StepBegin))
+        self._early: dict[tuple[str, int], Event] = {}
+
+    def now(self) -> float:
+        """The inner backend's time in seconds."""
+        return self._inner.now()
+
+    def submit(self, command: Command) -> None:
+        """Start a command on the inner backend."""
+        self._inner.submit(command)
+
+    def idle(self, until_s: float) -> None:
+        """Let time pass on the inner backend."""
+        self._inner.idle(until_s)
+
+    def wait(self) -> list[Event]:
+        """The journal's next events, once the inner backend has completed all of them."""
+        script = next(self._script, None)
+        if script is None:
+            raise ProtocolError("the journal has ended and the core still waits: the replayed run took another turn")
+        events = []
+        for scripted in script:
+            name = _name(scripted)
+            while name not in self._early:
+                self._early |= {_name(event): event for event in self._inner.wait()}
+            events.append(self._early.pop(name))
+        return events
+
+
+def _name(event: Event) -> tuple[str, int]:
+    if isinstance(event, FetchDone):
+        return ("fetch", event.fetch)
+    if isinstance(event, ComputeDone):
+        return ("batch", event.batch)
+    return ("step", event.step)
+
+
+def story(model: ModelSpec, records: Iterable[Record], expert: ExpertId) -> Iterator[str]:
+    """Everything that happened to one expert, a line each: chosen, fetched, landed, evicted, computed with."""
+    layer, index = model.split(expert)
+    slot = None
+    fetch = None
+    for record in records:
+        at = f"{record.t_s:12.6f} s "
+        for event in record.events:
+            if isinstance(event, StepBegin):
+                step = f"step {event.step}: "
+            elif isinstance(event, FetchDone) and event.fetch == fetch:
+                yield f"{at}{step}landed in slot {slot}"
+            elif isinstance(event, ComputeDone):
+                chosen = sum(expert in gate.experts for gate in event.gates)
+                if chosen:
+                    yield f"{at}{step}chosen by {chosen} request(s) after batch {event.batch}"
+        for command in record.commands:
+            if isinstance(command, Fetch) and command.expert == expert:
+                slot, fetch = command.slot, command.fetch
+                yield f"{at}{step}fetch {fetch} of {layer}:{index} into slot {slot} ({command.kind.name.lower()})"
+            elif isinstance(command, Fetch) and command.slot == slot:
+                other = model.split(command.expert)
+                yield f"{at}{step}gone: slot {slot} is read over by expert {other[0]}:{other[1]}"
+                slot = None
+            elif isinstance(command, Compute) and expert in command.experts:
+                yield f"{at}{step}computed in batch {command.batch}, requests {list(command.requests)}"

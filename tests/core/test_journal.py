@@ -1,0 +1,103 @@
+"""The journal: same bytes, read back as written, re-fed and replayed to the same commands, broken files refused."""
+
+import gzip
+
+import pytest
+from worlds import AnyOrder, Routes, Steps, make_core
+
+from policies.core.driver import drive
+from policies.core.journal import Journal, ReplayBackend, ReplayWorkload, read_journal, refeed, story
+from policies.core.messages import StepEnd
+from policies.core.types import ModelSpec, ProtocolError, UserError
+from policies.prefetch import Ranked
+
+MODEL = ModelSpec("m", n_layers=4, n_experts=8, top_k=2)
+NAMES = ["llama_cpp", "static_2_1", "bevy", "bevy_both"]
+
+
+def core_for(name, prefetch):
+    return make_core(name, MODEL, 12, fetch_slots=3, prefetch=Ranked(max_in_flight=2) if prefetch else None)
+
+
+def record(path, name="bevy", prefetch=False, seed=1, steps=3):
+    with Journal(path, {"config": {"seed": seed}}) as journal:
+        world = AnyOrder(Routes(MODEL, 4, predict=prefetch), seed)
+        drive(core_for(name, prefetch), Steps(steps, range(3)), world, journal=journal)
+    return path
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fresh_core_gives_the_same_commands(tmp_path, name, prefetch):
+    header, records = read_journal(record(tmp_path / "j", name, prefetch))
+    assert header == {"schema": 1, "config": {"seed": 1}}
+    records = list(records)
+    assert refeed(core_for(name, prefetch), records) == len(records)
+    assert sum(isinstance(c, StepEnd) for r in records for c in r.commands) == 3
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_another_world_made_to_follow_gives_the_same_commands(tmp_path, name, prefetch):
+    _, records = read_journal(record(tmp_path / "j", name, prefetch, seed=1))
+    records = list(records)
+    other = ReplayBackend(AnyOrder(Routes(MODEL, 4, predict=prefetch), seed=99), records)
+    with Journal(tmp_path / "k", {}) as journal:
+        drive(core_for(name, prefetch), ReplayWorkload(records), other, journal=journal)
+    _, again = read_journal(tmp_path / "k")
+    assert [(r.events, r.commands) for r in again] == [(r.events, r.commands) for r in records]
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path):
+    first, second = record(tmp_path / "a"), record(tmp_path / "b")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_another_core_is_found_out(tmp_path):
+    _, records = read_journal(record(tmp_path / "j", "bevy"))
+    with pytest.raises(ProtocolError, match="record"):
+        refeed(core_for("llama_cpp", False), records)
+
+
+def test_a_journal_that_ends_too_early_stops_the_replay(tmp_path):
+    _, records = read_journal(record(tmp_path / "j"))
+    records = list(records)
+    with pytest.raises(ProtocolError, match="the journal has ended"):
+        drive(
+            core_for("bevy", False), ReplayWorkload(records), ReplayBackend(AnyOrder(Routes(MODEL, 4), 1), records[:9])
+        )
+
+
+def test_broken_files_are_refused_in_one_line(tmp_path):
+    whole = record(tmp_path / "j").read_bytes()
+    text = gzip.decompress(whole)
+    broken = {
+        "empty": b"",
+        "text": b"hello\n",
+        "cut": whole[: len(whole) // 2],
+        "schema": gzip.compress(b'{"schema": 99}\n'),
+        "list": gzip.compress(b"[1]\n"),
+        "record": gzip.compress(text + b'[1.0, [["C"]], []]\n'),
+        "line": gzip.compress(text + b"[1.0, \n"),
+    }
+    for name, data in broken.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        with pytest.raises(UserError) as error:
+            list(read_journal(path)[1])
+        assert str(path) in str(error.value)
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError):
+        read_journal(tmp_path / "absent")
+
+
+def test_the_story_of_an_expert(tmp_path):
+    _, records = read_journal(record(tmp_path / "j"))
+    records = list(records)
+    fetched = records[1].commands[0].expert
+    lines = list(story(MODEL, records, fetched))
+    layer, index = MODEL.split(fetched)
+    assert "chosen by" in lines[0]
+    assert f"of {layer}:{index} into slot" in lines[1]
+    assert any("landed" in line for line in lines)
+    assert any("computed in batch" in line for line in lines)
