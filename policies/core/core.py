@@ -248,6 +248,11 @@ class DecisionCore:
         entry.started = True
         out.append(Fetch(fetch, expert, entry.slot, self._queue.start(fetch, expert, entry.waiters)))
 
+    @property
+    def layers_in_waves(self) -> int:
+        """How often a unit passed a layer part by part because its experts exceeded the cache."""
+        return self._issuer.layers_in_waves
+
     # ------------------------------------------------------------------ what a prefetch policy may see
 
     @property

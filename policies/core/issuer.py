@@ -37,6 +37,7 @@ class JobIssuer:
         self._waves: dict[int, _Waves] = {}
         self._last_job = 0
         self.unfinished = 0
+        self.layers_in_waves = 0
 
     def begin(self, units: Sequence[tuple[RequestId, ...]]) -> None:
         """A step of these units begins."""
@@ -74,6 +75,7 @@ class JobIssuer:
             members, *rest = _split(members, self._room[layer])
             if rest:
                 self._waves[unit] = _Waves(rest)
+                self.layers_in_waves += 1
         self._make_job(unit, members, layer)
 
     def _make_job(self, unit: int, members: Members, layer: int) -> None:

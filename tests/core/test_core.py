@@ -209,6 +209,7 @@ def test_a_union_above_the_cache_passes_the_layer_in_waves():
             ([ComputeDone(13)], [StepEnd(0)]),
         ],
     )
+    assert core.layers_in_waves == 1
 
 
 # ---------------------------------------------------------------------------------------- protocol
