@@ -98,7 +98,7 @@ class DecisionCore:
                 raise ProtocolError(f"{event!r} is no event of the core")
         self._commit(out)
         self._issue(out)
-        if self._step is not None and not self._batches and not len(self._queue):
+        if self._step is not None and not self._batches and not self._queue.flights:
             raise DeadlockError(f"nothing is running and step {self._step.step} is unfinished\n{self.dump()}")
         return out
 
@@ -150,8 +150,7 @@ class DecisionCore:
             self._end_step(out)
             return
         for job in jobs:
-            for expert in job.needs:
-                self.cache.unpin(expert)
+            self.cache.unpin(job.needs)
             self._progress.finish(job)
         if batch.phase is Phase.ENTRY:
             self._issuer.enter(gates)
@@ -220,9 +219,9 @@ class DecisionCore:
     # ------------------------------------------------------------------ the Expert Fetcher
 
     def _issue(self, out: list[Command]) -> None:
-        queue = self._queue
-        while len(queue) < self._fetch_slots:
-            expert = queue.choose()
+        flights = self._queue.flights
+        while len(flights) < self._fetch_slots:
+            expert = self._queue.choose()
             if expert is not None:
                 self._start(expert, self.cache.entries[expert], out)
             elif not self._issue_prefetch(out):
@@ -263,7 +262,7 @@ class DecisionCore:
     @property
     def demand_in_flight(self) -> int:
         """Demand fetches in flight, prefetches that a job has come to wait for included."""
-        return len(self._queue) - self._queue.prefetches
+        return len(self._queue.flights) - self._queue.prefetches
 
     def absent(self, expert: ExpertId) -> bool:
         """True if ``expert`` is neither resident nor on its way."""

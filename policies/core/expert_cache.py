@@ -9,6 +9,7 @@ resident.  It is evictable while it is resident, nobody holds a reference and no
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from policies.core.progress import Job
@@ -39,18 +40,29 @@ class ExpertCache:
         self.free = list(range(capacity - 1, -1, -1))
         self._held: dict[ExpertId, None] = {}
 
-    def pin(self, expert: ExpertId, uses: int) -> Entry | None:
-        """A job needs ``expert``: take a reference on its entry, or None if it is absent."""
-        entry = self.entries.get(expert)
-        if entry is None:
-            return None
-        self.eviction.touch(expert, uses)
-        if entry.refs == 0:
-            self.evictable.pop(expert, None)
-            if entry.held:
-                self._drop_hold(expert, entry)
-        entry.refs += 1
-        return entry
+    def pin(self, uses: Mapping[ExpertId, int]) -> tuple[list[ExpertId], list[tuple[ExpertId, Entry]]]:
+        """A job needs these experts, each for so many of its requests.
+
+        Takes a reference on each entry that is there.  Returns the absent experts, which want
+        ``reserve``, and the pending ones with their entries.
+        """
+        entries, evictable, touch = self.entries, self.evictable, self.eviction.touch
+        absent: list[ExpertId] = []
+        pending: list[tuple[ExpertId, Entry]] = []
+        for expert, count in uses.items():
+            entry = entries.get(expert)
+            if entry is None:
+                absent.append(expert)
+                continue
+            touch(expert, count)
+            if entry.refs == 0:
+                evictable.pop(expert, None)
+                if entry.held:
+                    self._drop_hold(expert, entry)
+            entry.refs += 1
+            if not entry.resident:
+                pending.append((expert, entry))
+        return absent, pending
 
     def reserve(self, expert: ExpertId, uses: int) -> Entry | None:
         """Take and pin an entry for an absent expert, evicting; None if every slot is needed."""
@@ -84,12 +96,15 @@ class ExpertCache:
             self._let_go(expert)
         return waiters
 
-    def unpin(self, expert: ExpertId) -> None:
-        """A job that needed ``expert`` has left the GPU."""
-        entry = self.entries[expert]
-        entry.refs -= 1
-        if entry.refs == 0:
-            self._let_go(expert)
+    def unpin(self, experts: Iterable[ExpertId]) -> None:
+        """A job that needed these experts has left the GPU."""
+        entries, evictable, release = self.entries, self.evictable, self.eviction.release
+        for expert in experts:
+            entry = entries[expert]
+            entry.refs -= 1
+            if entry.refs == 0:
+                evictable[expert] = None
+                release(expert)
 
     def release_holds(self, below: ExpertId | None = None) -> None:
         """End the hold of prefetched experts with ids under ``below`` (None: of all)."""

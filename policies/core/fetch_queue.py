@@ -16,22 +16,15 @@ class FetchQueue:
     Only such a job can be chosen to fetch for: one whose missing experts are all in flight has
     nothing left to start.  An expert that several jobs wait for is queued for each of them, so the
     most urgent of them decides when it is read.
+
+    ``flights``: fetch id -> expert of the fetches in flight; others only read it.
     """
 
     def __init__(self, order: JobOrder) -> None:
         self._key = order.key
         self._jobs: dict[int, Job] = {}
-        self._flights: dict[int, ExpertId] = {}
+        self.flights: dict[int, ExpertId] = {}
         self._prefetches: dict[ExpertId, None] = {}
-
-    def __len__(self) -> int:
-        """Fetches in flight."""
-        return len(self._flights)
-
-    @property
-    def flights(self) -> dict[int, ExpertId]:
-        """Fetch id -> expert of the fetches in flight (read only)."""
-        return self._flights
 
     @property
     def prefetches(self) -> int:
@@ -58,7 +51,7 @@ class FetchQueue:
 
         A fetch that nobody waits for is a prefetch.
         """
-        self._flights[fetch] = expert
+        self.flights[fetch] = expert
         if not waiters:
             self._prefetches[expert] = None
             return FetchKind.PREFETCH
@@ -74,7 +67,7 @@ class FetchQueue:
 
     def land(self, fetch: int) -> ExpertId:
         """``fetch`` has completed.  Raises ProtocolError if it is not in flight."""
-        expert = self._flights.pop(fetch, None)
+        expert = self.flights.pop(fetch, None)
         if expert is None:
             raise ProtocolError(f"FetchDone({fetch}): no such fetch is in flight; it was never issued or came twice")
         self._prefetches.pop(expert, None)

@@ -80,36 +80,30 @@ class JobIssuer:
 
     def _make_job(self, unit: int, members: Members, layer: int) -> None:
         """Pin the residents, then reserve and pin the absent, then queue their fetches."""
-        uses: dict[ExpertId, int] = {}
-        for _, gate in members:
+        uses = dict.fromkeys(members[0][1].experts, 1)
+        for _, gate in members[1:]:
             for expert in gate.experts:
                 uses[expert] = uses.get(expert, 0) + 1
         self._last_job += 1
-        predicted = tuple(gate.predicted for _, gate in members)
+        predicted = tuple([gate.predicted for _, gate in members])
         job = Job(self._last_job, unit, tuple([request for request, _ in members]), layer, tuple(uses), predicted)
-        pin = self._cache.pin
-        absent = []
-        for expert, count in uses.items():
-            entry = pin(expert, count)
-            if entry is None:
-                absent.append(expert)
-            elif not entry.resident:
-                job.missing += 1
-                entry.waiters.append(job)
-                if entry.started:
-                    self._queue.upgrade(expert)
-                else:
-                    job.queued[expert] = None
+        absent, pending = self._cache.pin(uses)
+        for expert, entry in pending:
+            entry.waiters.append(job)
+            if entry.started:
+                self._queue.upgrade(expert)
+            else:
+                job.queued[expert] = None
         for expert in absent:
-            entry = self._cache.reserve(expert, uses[expert])
-            if entry is None:
+            reserved = self._cache.reserve(expert, uses[expert])
+            if reserved is None:
                 raise CapacityError(
                     f"no slot for expert {self._model.split(expert)}: every entry is needed by an unfinished job; "
                     f"the eviction policy promised more room than it gives"
                 )
-            entry.waiters.append(job)
+            reserved.waiters.append(job)
             job.queued[expert] = None
-        job.missing += len(absent)
+        job.missing = len(absent) + len(pending)
         self._progress.add(job)
         if job.missing:
             self._queue.add(job)

@@ -94,7 +94,7 @@ def preload(core, experts):
     for expert in experts:
         core.cache.reserve(expert, 1)
         core.cache.fill(expert)
-        core.cache.unpin(expert)
+        core.cache.unpin([expert])
 
 
 @pytest.mark.parametrize(("name", "expert"), [("bevy", 4), ("bevy_srtf", 10)])
