@@ -28,6 +28,7 @@ from policies.core.protocols import Backend
 from policies.core.types import ExpertId, FetchKind, ModelSpec, Phase, ProtocolError, UserError
 
 SCHEMA = 1
+_PHASES, _KINDS = tuple(Phase), tuple(FetchKind)  # looked up for each record: calling the enum is slow
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -99,18 +100,19 @@ def _event(row: list[Any]) -> Event:
         return FetchDone(row[1])
     if row[0] == "S":
         return StepBegin(row[1], tuple(row[2]))
-    predicted = row[3] if len(row) > 3 else [()] * len(row[2])
-    gates = zip(row[2], predicted, strict=True)
+    if len(row) == 3:
+        return ComputeDone(row[1], tuple([Gate(tuple(experts)) for experts in row[2]]))
+    gates = zip(row[2], row[3], strict=True)
     return ComputeDone(row[1], tuple(Gate(tuple(e), tuple((x, s) for x, s in p)) for e, p in gates))
 
 
 def _command(row: list[Any]) -> Command:
     if row[0] == "F":
-        return Fetch(row[1], row[2], row[3], FetchKind(row[4]))
+        return Fetch(row[1], row[2], row[3], _KINDS[row[4]])
     if row[0] == "E":
         return StepEnd(row[1])
     _, batch, phase, layer, requests, experts, slots = row
-    return Compute(batch, Phase(phase), layer, tuple(requests), tuple(experts), tuple(slots))
+    return Compute(batch, _PHASES[phase], layer, tuple(requests), tuple(experts), tuple(slots))
 
 
 def read_journal(path: Path) -> tuple[dict[str, Any], Iterator[Record]]:
