@@ -1,0 +1,143 @@
+"""``python -m analysis``: finished runs as tables, pictures, timelines and stories."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from policies.core.types import ModelSpec, UserError
+
+USAGE = """\
+usage: python -m analysis COMMAND ...
+
+  compare RUN... [out=compare.png]
+      Runs side by side: a table, and a picture of where the step time went.  RUN is a run's folder
+      (runs/STUDY/CELL) or a folder of runs (runs/STUDY).  Several seeds of one setting are averaged.
+      out: a .png, .svg or .pdf file.
+  timeline RUN [steps=FIRST:STOP] [out=RUN/timeline.json]
+      A few steps as trace events for https://ui.perfetto.dev: one track a reader, compute slot and request.
+      steps: from FIRST up to, not including, STOP; the first four measured steps unless given.
+  story RUN expert=LAYER:INDEX
+      Everything that happened to one expert, a line each.
+
+Exit code 2 with one line for what cannot be read.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command; returns the exit code."""
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if "--help" in rest or "-h" in rest:
+        print(USAGE, end="")
+        return 0
+    try:
+        if name not in COMMANDS:
+            raise UserError(f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}")
+        command, known = COMMANDS[name]
+        command(*_parse(rest, known))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of a long story has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parse(arguments: Sequence[str], known: Sequence[str]) -> tuple[list[Path], dict[str, str]]:
+    """Folders, and the ``key=value`` settings among ``known``; a folder's name may hold a ``=`` too."""
+    paths, settings = [], {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key in known:
+            settings[key] = value
+        elif equals and key.isidentifier() and not Path(argument).exists():
+            raise UserError(f"unknown setting {key!r}; expected one of {', '.join(known)}")
+        else:
+            paths.append(Path(argument))
+    for path in paths:
+        if not path.is_dir():
+            raise UserError(f"{path} is no folder; give a run, runs/STUDY/CELL")
+    return paths, settings
+
+
+def _one(paths: Sequence[Path]) -> Path:
+    if len(paths) != 1:
+        raise UserError(f"expected one run folder, got {len(paths)}")
+    return paths[0]
+
+
+def _compare(paths: Sequence[Path], settings: dict[str, str]) -> None:
+    from analysis.bars import draw, save  # noqa: PLC0415
+    from analysis.compare import compare, table  # noqa: PLC0415
+    from analysis.runs import find_runs  # noqa: PLC0415
+
+    out = Path(settings.get("out", "compare.png"))
+    if out.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"out={out} has no known suffix; expected .png, .svg or .pdf")
+    if not paths:
+        raise UserError("expected at least one run folder, got none")
+    blocks = compare(find_runs(paths))
+    print(table(blocks), end="")
+    save(draw(blocks), out)
+    print(f"figure: {out}")
+
+
+def _timeline(paths: Sequence[Path], settings: dict[str, str]) -> None:
+    from analysis.runs import open_journal  # noqa: PLC0415
+    from analysis.timeline import build, write  # noqa: PLC0415
+
+    run = _one(paths)
+    config, model, records = open_journal(run)
+    first = int(config.get("warmup", 0))
+    stop = first + 4
+    if "steps" in settings:
+        first, stop = _pair(settings["steps"], "steps", "FIRST:STOP")
+    timeline = build(records, model, first, stop)
+    out = Path(settings.get("out", run / "timeline.json"))
+    size = write(timeline, out)
+    print(f"{out}: steps {timeline.first} to {timeline.last}, {size / 1e6:.1f} MB; open it at https://ui.perfetto.dev")
+    if timeline.note:
+        print(f"note: {timeline.note}", file=sys.stderr)
+
+
+def _story(paths: Sequence[Path], settings: dict[str, str]) -> None:
+    from analysis.runs import open_journal  # noqa: PLC0415
+    from policies.core.journal import story  # noqa: PLC0415
+
+    _, model, records = open_journal(_one(paths))
+    if "expert" not in settings:
+        raise UserError("expected expert=LAYER:INDEX, such as expert=12:83")
+    expert = _expert(model, *_pair(settings["expert"], "expert", "LAYER:INDEX"))
+    for line in story(model, records, expert):
+        print(line)
+
+
+def _expert(model: ModelSpec, layer: int, index: int) -> int:
+    if not (0 <= layer < model.n_layers and 0 <= index < model.n_experts):
+        raise UserError(
+            f"expert={layer}:{index} is not in {model.name}; layers go from 0 to {model.n_layers - 1}, "
+            f"experts from 0 to {model.n_experts - 1}"
+        )
+    return model.expert(layer, index)
+
+
+def _pair(text: str, name: str, form: str) -> tuple[int, int]:
+    left, _, right = text.partition(":")
+    if not (left.isdecimal() and right.isdecimal()):
+        raise UserError(f"{name}={text} is not of the form {form}, two whole numbers")
+    return int(left), int(right)
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[Path], dict[str, str]], None], tuple[str, ...]]] = {
+    "compare": (_compare, ("out",)),
+    "timeline": (_timeline, ("steps", "out")),
+    "story": (_story, ("expert",)),
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
