@@ -30,7 +30,7 @@ SHARINGS = ("fair", "one_at_a_time", "fixed_slots")
 class DeviceConfig:
     """One device as it serves one model.
 
-    ``fetch_slots``: reads that the core may have in flight.  ``compute_slots``: the device's default commit depth.
+    ``fetch_slots``: reads that the core may have in flight.
     ``times_from``: which numbers the job times come from, for people.
     """
 
@@ -40,7 +40,6 @@ class DeviceConfig:
     gpu: GpuSharing
     times: JobTimes
     fetch_slots: int
-    compute_slots: int
     times_from: str
     sources: Mapping[str, str]
 
@@ -70,7 +69,6 @@ class DeviceConfig:
             gpu=host,
             times=times,
             fetch_slots=fetch_slots,
-            compute_slots=gpu.count("compute_slots"),
             times_from=times_from,
             sources=root.sources,
         )

@@ -62,7 +62,6 @@ def device(model, link=None, gpu=None, request_s=C, token_s=0.0):
         gpu=gpu or GpuSharing(),
         times=times,
         fetch_slots=8,
-        compute_slots=1,
         times_from="test",
         sources={},
     )
