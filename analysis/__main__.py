@@ -16,6 +16,8 @@ usage: python -m analysis COMMAND ...
       Runs side by side: a table, and a picture of where the step time went.  RUN is a run's folder
       (runs/STUDY/CELL) or a folder of runs (runs/STUDY).  Several seeds of one setting are averaged.
       out: a .png, .svg or .pdf file.
+  misses RUN... [width=20] [out=misses.png]
+      Step time against the number of missing experts, a line a system, Bevy against the others.
   timeline RUN [steps=FIRST:STOP] [out=RUN/timeline.json]
       A few steps as trace events for https://ui.perfetto.dev: one track a reader, compute slot and request.
       steps: from FIRST up to, not including, STOP; the first four measured steps unless given.
@@ -87,6 +89,23 @@ def _compare(paths: Sequence[Path], settings: dict[str, str]) -> None:
     print(f"figure: {out}")
 
 
+def _misses(paths: Sequence[Path], settings: dict[str, str]) -> None:
+    from analysis.bars import save  # noqa: PLC0415
+    from analysis.misses import by_misses, draw, pick, table  # noqa: PLC0415
+    from analysis.runs import find_runs  # noqa: PLC0415
+
+    width = settings.get("width", "20")
+    if not width.isdecimal() or int(width) < 1:
+        raise UserError(f"width={width} is no whole number of experts of at least 1")
+    runs = find_runs(paths)
+    ours = pick(runs)
+    means = by_misses(runs, int(width))
+    print(table(means, ours), end="")
+    out = Path(settings.get("out", "misses.png"))
+    save(draw(means, ours, int(width)), out)
+    print(f"figure: {out}")
+
+
 def _timeline(paths: Sequence[Path], settings: dict[str, str]) -> None:
     from analysis.runs import open_journal  # noqa: PLC0415
     from analysis.timeline import build, write  # noqa: PLC0415
@@ -135,6 +154,7 @@ def _pair(text: str, name: str, form: str) -> tuple[int, int]:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[Path], dict[str, str]], None], tuple[str, ...]]] = {
     "compare": (_compare, ("out",)),
+    "misses": (_misses, ("width", "out")),
     "timeline": (_timeline, ("steps", "out")),
     "story": (_story, ("expert",)),
 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from policies.core.types import ModelSpec, UserError
+from traces.calibration import require_columns, teach, workload_preset
 from traces.format import Trace
 from traces.routing import TracePredictor, TraceRouting
 from traces.trace_file import TraceFile
@@ -56,6 +57,7 @@ def load_workload(
     node = dict(config["workload"])
     concurrency, steps, seed = int(config["concurrency"]), int(config["steps"]), int(config["seed"])
     columns = tuple(predictor.columns) if predictor is not None else ()
+    require_columns(config, predictor)
     warnings: list[str] = []
     kind = node.get("kind") or ("generated" if "preset" in node else "trace")
     if kind == "trace":
@@ -95,6 +97,8 @@ def load_workload(
         "context_tokens": list(context) if isinstance(context, tuple) else context,
         "full_steps": workload.full_steps,
     }
+    if predictor is not None and (learnt := teach(predictor, config, model, trace, workload.requests)):
+        describe["learnt_from"] = learnt
     routing = TraceRouting(trace, workload, predictor)
     return LoadedWorkload(workload, routing, digest, describe, model, tuple(warnings))
 
@@ -131,7 +135,6 @@ def _stored(
 
 def _generated(config: Mapping[str, Any], model: ModelSpec, columns: Sequence[str]) -> Trace:
     from traces.generate import generate  # noqa: PLC0415
-    from traces.presets import preset_for  # noqa: PLC0415
 
     node = dict(config["workload"])
     concurrency, steps, seed = int(config["concurrency"]), int(config["steps"]), int(config["seed"])
@@ -140,7 +143,7 @@ def _generated(config: Mapping[str, Any], model: ModelSpec, columns: Sequence[st
     if requests is None:  # enough to fill every place for all steps
         requests = concurrency * (math.ceil(1 / (1 - spread)) if 0 <= spread < 1 else 1)
     wanted = tuple(column for column in columns if column != "weights")
-    return generate(preset_for(model.name, node["preset"]), model, int(requests), steps, seed, wanted, spread)
+    return generate(workload_preset(node, model), model, int(requests), steps, seed, wanted, spread)
 
 
 def _context(value: Any) -> int | tuple[int, int] | None:

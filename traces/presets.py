@@ -81,7 +81,7 @@ class Preset:
 # on anything but the token; popularity can jump from layer to layer.
 
 _SMOOTH_POPULARITY = (0.45, 0.75, 0.9, 1.0, 1.05, 1.1, 1.1, 1.1, 1.05)
-_SMOOTH_HABIT = (0.35, 0.75, 1.05, 1.2, 1.25, 1.15, 1.05, 1.0, 0.95)
+_SMOOTH_HABIT = (0.35, 0.85, 1.05, 1.1, 1.1, 1.08, 1.05, 1.0, 0.95)
 """The common shape of the recorded ones below."""
 _GPT_OSS_POPULARITY = (
     0.44, 0.59, 0.85, 1.10, 0.75, 0.54, 0.69, 0.71, 0.87, 0.76, 1.24, 1.39,
@@ -125,12 +125,12 @@ _QWEN3_NEXT_POPULARITY = (
 
 GPT_OSS_20B = Preset(
     name="gpt_oss_20b chat",
-    popularity=0.159,
-    affinity=0.250,
-    slow=0.121,
+    popularity=0.145,
+    affinity=0.248,
+    slow=0.086,
     slow_memory=0.993,
-    fast=0.422,
-    fast_memory=0.35,
+    fast=0.247,
+    fast_memory=0.55,
     noise=0.03,
     hidden=12,
     request_spread=0.15,
@@ -146,12 +146,12 @@ GPT_OSS_20B = Preset(
 )
 DEEPSEEK_V2_LITE = Preset(
     name="deepseek_v2_lite chat",
-    popularity=0.040,
-    affinity=0.087,
-    slow=0.119,
+    popularity=0.039,
+    affinity=0.089,
+    slow=0.108,
     slow_memory=0.985,
-    fast=0.731,
-    fast_memory=0.25,
+    fast=0.513,
+    fast_memory=0.35,
     noise=0.03,
     hidden=12,
     request_spread=0.15,
@@ -167,12 +167,12 @@ DEEPSEEK_V2_LITE = Preset(
 )
 GEMMA4_CHAT = Preset(
     name="gemma4_26b_a4b chat",
-    popularity=0.305,
-    affinity=0.203,
-    slow=0.134,
+    popularity=0.297,
+    affinity=0.193,
+    slow=0.116,
     slow_memory=0.85,
-    fast=0.219,
-    fast_memory=0.35,
+    fast=0.175,
+    fast_memory=0.45,
     noise=0.03,
     hidden=12,
     request_spread=0.15,
@@ -205,16 +205,16 @@ GEMMA4_AGENTIC = replace(
 )
 QWEN3_6_CHAT = Preset(
     name="qwen3_6_35b_a3b chat",
-    popularity=0.062,
+    popularity=0.055,
     affinity=0.0,
-    slow=0.45,
-    slow_memory=0.97,
-    fast=0.45,
-    fast_memory=0.6,
+    slow=0.54,
+    slow_memory=0.965,
+    fast=0.26,
+    fast_memory=0.65,
     noise=0.03,
-    hidden=36,
-    request_spread=0.15,
-    step_spread=0.15,
+    hidden=56,
+    request_spread=0.2,
+    step_spread=0.2,
     sharpness=1.3,
     popularity_by_depth=_QWEN3_NEXT_POPULARITY,
     habit_by_depth=_SMOOTH_HABIT,
@@ -229,9 +229,9 @@ QWEN3_6_AGENTIC = replace(
     name="qwen3_6_35b_a3b agentic",
     popularity=0.21,
     affinity=0.05,
-    slow=0.30,
-    fast=0.40,
-    fast_memory=0.55,
+    slow=0.32,
+    fast=0.20,
+    fast_memory=0.65,
     hidden=24,
     source=(
         "assumed: overlaps of 32 short requests of mixed content (crogers2287/jlens; popularity .15), raised by "
@@ -273,7 +273,8 @@ CHAT = {
         affinity=0.25,
         slow=0.09,
         slow_memory=0.985,
-        fast=0.36,
+        fast=0.26,
+        fast_memory=0.45,
         sharpness=0.9,
         source="counts of 75,773 tokens (doramirdor/mbolt), overlaps of one top-6 request (Helldez/BigMoeOnEdge)",
     ),

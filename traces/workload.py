@@ -25,6 +25,7 @@ class TraceWorkload:
 
     A request leaves when its trace is exhausted; the next waiting one joins between steps (with ``refill``), but not
     before it has arrived.  ``positions``: row in its trace of each active request's token of the current step.
+    The attribute ``requests`` holds the ids of all that take part.
 
     ``requests``: how many requests of the trace take part (None: all); ``selection``: the first ones in their order,
     or drawn and shuffled by ``seed``.  ``start``: decode token at which each request begins; "random" draws one for
@@ -54,7 +55,7 @@ class TraceWorkload:
                 f"concurrency is {concurrency} but the workload has only {_requests(len(chosen))} ({trace.source}); "
                 f"lower concurrency or give a trace with more requests"
             )
-        self.concurrency, self.steps = concurrency, steps
+        self.concurrency, self.steps, self.requests = concurrency, steps, tuple(chosen)
         self.positions: dict[RequestId, int] = {}
         traced = {request.request: request for request in trace.requests}
         self._first = {r: traced[r].first_decode + begin for r, begin in _starts(trace, chosen, start, seed).items()}

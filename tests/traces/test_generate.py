@@ -33,7 +33,7 @@ NO_HABIT = replace(
 
 def independent(popularity: float) -> Preset:
     """Nothing but popularity and noise: what two tokens share is known from theory."""
-    return replace(NO_HABIT, popularity=popularity, noise=1.0 - popularity)
+    return replace(NO_HABIT, popularity=popularity, noise=0.98 - popularity, hidden=64)
 
 
 def same(a: RequestTrace, b: RequestTrace) -> bool:
@@ -95,7 +95,7 @@ def test_a_request_depends_on_neither_the_number_of_requests_nor_of_steps_nor_th
     whole = generate(preset, model, 3, 90, seed=2)
     fewer = generate(preset, model, 2, 90, seed=2, columns=("next_scores_2",))
     shorter = generate(preset, model, 3, 25, seed=2)
-    assert same(whole.requests[1], replace(fewer.requests[1], columns={}))
+    assert same(whole.requests[1], fewer.requests[1])
     assert whole.requests[2].experts[:25].tobytes() == shorter.requests[2].experts.tobytes()
 
 
@@ -152,7 +152,7 @@ def test_requests_share_their_opening() -> None:
     trace = generate(preset, MODELS[6], 8, 60, seed=0)
     together = np.stack([r.experts for r in trace.requests], axis=2).reshape(60, 24, 32)
     union = np.array([[len(set(gate)) for gate in step] for step in together.tolist()]).mean(1)
-    assert union[: preset.opening_tokens].max() < 5.5  # recorded: 4.6 to 6.2 of at least 4
+    assert union[: preset.opening_tokens].max() < 6.2  # recorded: 4.5 to 6.2 of at least 4
     assert union[30:].mean() > 14  # recorded: 13 to 20
 
 
@@ -161,7 +161,6 @@ def test_lengths_differ_by_the_spread() -> None:
     lengths = sorted(r.n_tokens for r in trace.requests)
     assert 50 <= lengths[0] < 60
     assert 90 < lengths[-1] <= 100
-    assert same(trace.requests[3], generate(GENERIC, SMALL, 4, lengths[-1], 0, length_spread=0.5).requests[3]) or True
 
 
 @pytest.mark.parametrize(
@@ -189,26 +188,25 @@ def test_an_unknown_workload_is_named() -> None:
 
 def fetches(trace: Trace, slots: int) -> np.ndarray:
     """Demand fetches of each step: LFU over one cache, counts in token uses and kept, ties to the older last use."""
-    model, resident = trace.model, set[int]()
-    count, last = np.zeros(model.n_total), np.full(model.n_total, -1.0)
-    out = []
-    for step in range(trace.requests[0].n_tokens):
-        missed = 0
-        for layer in range(model.n_layers):
-            needed = [layer * model.n_experts + int(e) for r in trace.requests for e in r.experts[step, layer]]
-            for expert in needed:
-                count[expert] += 1
-            last[needed] = step * model.n_layers + layer
-            absent = set(needed) - resident
-            missed += len(absent)
-            evict = len(resident) + len(absent) - slots
-            if evict > 0:
-                evictable = np.array(sorted(resident - set(needed)))
-                order = np.lexsort((last[evictable], count[evictable]))
-                resident -= set(evictable[order[:evict]].tolist())
-            resident |= absent
-        out.append(missed)
-    return np.array(out)
+    model = trace.model
+    resident, rank = (
+        np.zeros(model.n_total, bool),
+        np.zeros(model.n_total),
+    )  # rank: uses, then the last use as a fraction
+    together = np.stack([r.experts for r in trace.requests], axis=2).reshape(-1, model.n_layers, 8 * model.top_k)
+    out = np.zeros(len(together))
+    for now, gates in enumerate(together.reshape(-1, 8 * model.top_k)):
+        step, layer = divmod(now, model.n_layers)
+        needed, uses = np.unique(layer * model.n_experts + gates, return_counts=True)
+        rank[needed] = np.floor(rank[needed]) + uses + now / (len(together) * model.n_layers)
+        out[step] += np.count_nonzero(~resident[needed])
+        resident[needed] = False  # pinned
+        others = np.flatnonzero(resident)
+        surplus = len(others) + len(needed) - slots
+        if surplus > 0:
+            resident[others[np.argsort(rank[others])[:surplus]]] = False
+        resident[needed] = True
+    return out
 
 
 def test_gemma4_agentic_meets_the_papers_fetches_and_shared_experts() -> None:
@@ -245,6 +243,6 @@ def test_gpt_oss_matches_recorded_routes(shared_data) -> None:  # type: ignore[n
     for lag in (1, 4, 64):
         want, got = (statistics.reuse(t, (lag,))[lag] for t in (real, made))
         assert got.mean() == pytest.approx(want.mean(), abs=0.04)
-        assert np.corrcoef(got, want)[0, 1] > 0.8  # layer by layer
+        assert np.corrcoef(got, want)[0, 1] > 0.85  # layer by layer
     want, got = (statistics.union_share(statistics.inclusion(t), 8) for t in (real, made))
     assert got == pytest.approx(want, abs=0.03)
