@@ -91,7 +91,7 @@ def draw(means: pd.DataFrame, ours: str, width: int) -> Figure:
             )
         axes.set(xlabel="Missing experts per step", ylabel="Step time (ms)")
         axes.grid(visible=True)
-        axes.legend(loc="upper left")
+        axes.legend(loc="lower right")
     return figure
 
 
