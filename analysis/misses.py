@@ -49,7 +49,8 @@ def by_misses(runs: Sequence[Run], width: int) -> pd.DataFrame:
             f"no bin of {width} missing experts has {FEWEST_STEPS} steps of every system; run more steps or seeds"
         )
     order = list(dict.fromkeys(run.label("system") for run in runs))
-    return full[order]
+    ordered: pd.DataFrame = full[order]
+    return ordered
 
 
 def table(means: pd.DataFrame, ours: str) -> str:
