@@ -71,7 +71,7 @@ def teach(
     trace: Trace,
     tested: Sequence[RequestId],
 ) -> dict[str, Any] | None:
-    """Let a predictor that learns see other requests than the ``tested`` ones of ``trace``; what it saw, for the record.
+    """Let a predictor that learns see other requests than the ``tested`` ones of ``trace``; says what it saw.
 
     ``prefetch.learn``: ``path``: a trace of its own; without it, for a stored trace its requests that are not tested,
     and for generated routing further requests of the same router.  ``requests``: how many at most; ``steps``: how many
@@ -95,7 +95,7 @@ def teach(
     return {"requests": len(lessons), "tokens": sum(len(lesson.experts) for lesson in lessons)}
 
 
-def _other_requests(
+def _other_requests(  # noqa: PLR0917 - what there is to choose from
     predictor: NeedsColumns,
     config: Mapping[str, Any],
     node: Mapping[str, Any],
@@ -107,9 +107,7 @@ def _other_requests(
         path = str(node["path"])
         _require(type(predictor).__name__, predictor.columns, path)
         other = TraceFile(path).read(columns=predictor.columns)
-        mine, theirs = (
-            (spec.n_layers, spec.n_experts, spec.top_k) for spec in (model, other.model)
-        )
+        mine, theirs = ((spec.n_layers, spec.n_experts, spec.top_k) for spec in (model, other.model))
         if mine != theirs:
             raise UserError(
                 f"prefetch.learn.path={path} is a trace of {other.model.name} with (layers, experts, top-k) {theirs}, "
@@ -130,9 +128,13 @@ def _other_requests(
 
     requests, steps = _count(node, "requests"), _count(node, "steps")
     if requests is None or steps is None:
-        raise UserError("prefetch.learn.requests and .steps need values where requests are generated, such as 32 and 128")
+        raise UserError(
+            "prefetch.learn.requests and .steps need values where requests are generated, such as 32 and 128"
+        )
     columns = tuple(column for column in predictor.columns if column != "weights")
-    everyone = generate(workload_preset(config["workload"], model), model, len(tested) + requests, steps, int(config["seed"]), columns)
+    everyone = generate(
+        workload_preset(config["workload"], model), model, len(tested) + requests, steps, int(config["seed"]), columns
+    )
     return everyone.requests[len(tested) :]
 
 

@@ -36,6 +36,7 @@ class LoadedWorkload:
     """All that a run needs to know of its requests.
 
     ``model``: the model as it is run; its top-k is the trace's where the recorder had cut it.
+    ``trace``: where the routes come from, with the columns that the predictor needs.
     ``describe``: facts for the run's record; ``warnings``: what a reader of the results must know.
     """
 
@@ -44,6 +45,7 @@ class LoadedWorkload:
     digest: str
     describe: dict[str, Any]
     model: ModelSpec
+    trace: Trace
     warnings: tuple[str, ...] = ()
 
 
@@ -100,7 +102,7 @@ def load_workload(
     if predictor is not None and (learnt := teach(predictor, config, model, trace, workload.requests)):
         describe["learnt_from"] = learnt
     routing = TraceRouting(trace, workload, predictor)
-    return LoadedWorkload(workload, routing, digest, describe, model, tuple(warnings))
+    return LoadedWorkload(workload, routing, digest, describe, model, trace, tuple(warnings))
 
 
 def _stored(

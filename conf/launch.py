@@ -1,0 +1,246 @@
+"""One command: compose the cells, check them, run what is not there yet, report.
+
+Owns the order of these, the outcome of each cell and the exit code.  What a cell does, how its settings are
+checked further and what is reported are given to it; any Hydra launcher carries the cells.
+
+Exit codes: 0 all cells are there; 1 some failed; 2 bad input, nothing ran; 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.types import HydraContext
+from omegaconf import DictConfig, open_dict
+from tqdm import tqdm
+
+from conf import rundir
+from conf.cells import Cell, cell_name, check, recorded, resolved
+from conf.compose import composing, expand
+from conf.progress import State, Watch, shown
+from policies.core.types import UserError
+
+Work = Callable[[Mapping[str, Any], Path, bool], None]
+"""``work(settings, folder, progress)`` runs one cell and writes its files into ``folder``."""
+
+Validate = Callable[[Mapping[str, Any]], None]
+"""Raises UserError for settings that ``Work`` would refuse; cheap."""
+
+Report = Callable[[Sequence[Path], Path], None]
+"""``report(run_dirs, study)`` shows the finished runs; figures go into the folder ``study``."""
+
+
+def launch(
+    overrides: Sequence[str], *, work: Work, validate: Validate, report: Report, config_dir: Path | None = None
+) -> int:
+    """Run the sweep that a command line describes; returns the exit code.
+
+    ``config_dir``: a folder with more options for the groups.
+    """
+    try:
+        with composing(config_dir) as more:
+            return _sweep([*more, *overrides], work, validate, report)
+    except UserError as error:
+        for line in str(error).splitlines():
+            _say(f"error: {line}")
+        return 2
+    except KeyboardInterrupt:
+        _say("stopped before any cell was started")
+        return 130
+
+
+def run_cell(work: Work, launcher: int, config: DictConfig) -> None:
+    """What a launcher's worker does: one cell, into its run directory.
+
+    ``launcher``: the process that started the sweep.  Never raises for the cell's own faults: the reason is written
+    beside where the run would be.
+    """
+    if os.getpid() != launcher:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the launcher alone answers it
+    cell = _cell((), config)
+    force = bool(cell.settings["force"])
+    if rundir.is_finished(cell.folder) and not force:
+        return  # another sweep was faster
+    try:
+        with rundir.writing(cell.folder, replace=force) as folder:
+            settings = recorded(cell.settings)
+            rundir.write_records(folder, settings)
+            work(settings, folder, bool(cell.settings["progress"]))
+    except Exception as error:
+        _write_failure(cell, error)
+    else:
+        rundir.failure_file(cell.folder).unlink(missing_ok=True)
+
+
+def _sweep(arguments: Sequence[str], work: Work, validate: Validate, report: Report) -> int:
+    master: DictConfig | None = None
+    planned: dict[Path, Cell] = {}
+    refused: dict[str, list[str]] = {}  # by reason
+    for point in tqdm(expand(arguments), "composing", unit="cell", disable=None, leave=False, delay=2):
+        master = master or point.config
+        overrides = [str(override) for override in point.config.hydra.overrides.task]
+        try:
+            cell = _cell(overrides, point.config)
+            _validate(cell, validate)
+            planned[cell.folder] = cell
+        except UserError as error:
+            refused.setdefault(str(error), []).append(" ".join(overrides))
+    if not planned or master is None:
+        raise UserError("\n".join(refused))
+
+    cells = list(planned.values())
+    try:
+        return _run(cells, refused, work, report, master)
+    except KeyboardInterrupt:
+        _remove_stale(cells)
+        finished = sum(rundir.is_finished(cell.folder) for cell in cells)
+        _say(f"stopped: {finished} of {len(cells)} cells are finished; the same command goes on from there")
+        return 130
+
+
+def _run(
+    cells: Sequence[Cell], refused: Mapping[str, Sequence[str]], work: Work, report: Report, master: DictConfig
+) -> int:
+    _make_folders(cells)
+    _remove_stale(cells)
+    todo = [cell for cell in cells if cell.settings["force"] or not rundir.is_finished(cell.folder)]
+    _say_what_is_there([cell for cell in cells if cell not in todo])
+    watch = Watch(todo)
+    trouble = ""
+    if todo:
+        with shown(watch):
+            trouble = _carry(todo, work, master)
+
+    states = watch.states()
+    failed = [cell for cell in todo if states[cell.folder] is not State.FINISHED]
+    failures = [_failure(cell, trouble) for cell in failed]
+    there = [cell.folder for cell in cells if cell not in failed]
+    if not there and all(failure["kind"] == UserError.__name__ for failure in failures):
+        # Bad input that only showed when the cells ran: nothing of them stays.
+        for cell in failed:
+            rundir.failure_file(cell.folder).unlink(missing_ok=True)
+        raise UserError("\n".join(dict.fromkeys([*refused, *(failure["reason"] for failure in failures)])))
+    code = 1 if failed or refused else 0
+    if there:
+        try:
+            report(there, cells[0].folder.parent)
+        except UserError as error:
+            _say(f"error: {error}")
+            code = 1
+    _say_all("refused", refused)
+    reasons: dict[str, list[str]] = {}
+    for cell, failure in zip(failed, failures, strict=True):
+        kind = "" if failure["kind"] == UserError.__name__ else f"{failure['kind']}: "
+        reasons.setdefault(kind + failure["reason"], []).append(str(cell.folder))
+    _say_all("failed", reasons)
+    if failed:
+        _say("each failed cell has a file NAME.failed.json with the traceback; the same command tries them again")
+    return code
+
+
+def _make_folders(cells: Sequence[Cell]) -> None:
+    for study in dict.fromkeys(cell.folder.parent for cell in cells):
+        try:
+            study.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{study} cannot be made ({error.strerror}); give another runs= or study=") from error
+
+
+def _remove_stale(cells: Sequence[Cell]) -> None:
+    for study in dict.fromkeys(cell.folder.parent for cell in cells):
+        rundir.remove_stale(study)
+
+
+def _cell(overrides: Sequence[str], config: DictConfig) -> Cell:
+    settings = resolved(config)
+    check(settings)
+    name = cell_name(settings)
+    return Cell(name, Path(str(settings["runs"])) / str(settings["study"]) / name, tuple(overrides), settings)
+
+
+def _validate(cell: Cell, validate: Validate) -> None:
+    try:
+        validate(recorded(cell.settings))
+    except UserError:
+        raise
+    except Exception:
+        # A fault of the code, not of the input: the cell shows it when it runs, and the others go on.
+        return
+
+
+def _carry(cells: Sequence[Cell], work: Work, master: DictConfig) -> str:
+    """Let the configured launcher run the cells; returns its complaint, if any."""
+    workers = cells[0].settings["workers"] or cpus()
+    with open_dict(master.hydra):
+        if "n_jobs" in master.hydra.launcher:
+            master.hydra.launcher.n_jobs = min(workers, len(cells))  # one cell or one worker needs no processes
+    context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks(master))
+    launcher = Plugins.instance().instantiate_launcher(
+        hydra_context=context, task_function=partial(run_cell, work, os.getpid()), config=master
+    )
+    jobs = [[*cell.overrides, *_for_worker(cell, alone=len(cells) == 1)] for cell in cells]
+    try:
+        for job in launcher.launch(jobs, initial_job_idx=0):
+            _ = job.return_value
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def cpus() -> int:
+    """CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _for_worker(cell: Cell, alone: bool) -> list[str]:
+    runs = str(Path(str(cell.settings["runs"])).resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    progress = "true" if alone and cell.settings["progress"] else "false"
+    return [f"runs='{runs}'", f"progress={progress}"]
+
+
+def _write_failure(cell: Cell, error: Exception) -> None:
+    lines = str(error).splitlines() or [""]
+    failure = {
+        "cell": cell.name,
+        "kind": UserError.__name__ if isinstance(error, UserError) else type(error).__name__,
+        "reason": lines[0],
+        "traceback": traceback.format_exception(error),
+    }
+    cell.folder.parent.mkdir(parents=True, exist_ok=True)
+    rundir.write_json(rundir.failure_file(cell.folder), failure)
+
+
+def _failure(cell: Cell, trouble: str) -> dict[str, Any]:
+    failure = rundir.read_json(rundir.failure_file(cell.folder))
+    return failure or {"kind": "no result", "reason": trouble or "the worker ended without a word"}
+
+
+def _say_what_is_there(cells: Sequence[Cell]) -> None:
+    if not cells:
+        return
+    _say(f"already there: {len(cells)} finished cells (force=true runs them again)")
+    now = rundir.environment()["git"]
+    if any((rundir.read_json(cell.folder / "environment.json") or {}).get("git") != now for cell in cells):
+        _say("some of them were made by another state of the code (environment.json has its commit)")
+
+
+def _say_all(what: str, reasons: Mapping[str, Sequence[str]]) -> None:
+    for reason, whom in reasons.items():
+        more = f" and {len(whom) - 1} more" if len(whom) > 1 else ""
+        _say(f"{what}: {whom[0]}{more}: {reason}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
