@@ -22,7 +22,7 @@ defaults:
   - prefetch: none
   - system: null
   - _self_
-model: {n_layers: 4, n_experts: 10, top_k: 2}
+model: {n_layers: 4, n_experts: 10, top_k: 2, hidden: 16}
 seed: 5
 concurrency: 8
 strict: false
@@ -73,6 +73,10 @@ def test_every_schedule_builds(composed, name):
 def test_every_prefetch_builds(composed, name):
     config = composed(f"prefetch={name}")
     build_core(config, MODEL, fetch_slots=8)
+    if name == "promoe":  # has nothing to predict with before it was trained
+        with pytest.raises(UserError, match="train_promoe"):
+            build_predictor(config, MODEL)
+        return
     predictor = build_predictor(config, MODEL)
     assert (predictor is None) == (name == "none")
     assert name != "oracle" or isinstance(predictor, OraclePredictor)
@@ -207,7 +211,7 @@ HAS_CACHES = "conf/cache has .*lfu, .*lru"
         (["schedule.compute_slots=0"], "compute_slots is 0"),
         (["schedule.compute_slots=two"], "compute_slots is two"),
         (["prefetch=oracle", "prefetch.policy.max_in_flight=0"], "at least 1 reader"),
-        (["prefetch=oracle", "prefetch.policy._target_=policies.prefetch.Gone"], "conf/prefetch has none, oracle"),
+        (["prefetch=oracle", "prefetch.policy._target_=policies.prefetch.Gone"], "conf/prefetch has bevy, cooccurrence"),
     ],
 )
 def test_wrong_policies_are_one_clear_line(composed, overrides, says):

@@ -1,0 +1,83 @@
+"""What a predictor learns from before a run: requests other than those it is tested on.
+
+Owns the socket for predictors that learn and the check that nobody learns from what is tested.  Does not know where
+requests come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.core.types import UserError
+
+Array = npt.NDArray[Any]
+
+WINDOW_TOKENS = 8
+SHARED = 0.5
+
+
+class Example(Protocol):
+    """The decode tokens of one request, in order."""
+
+    @property
+    def experts(self) -> Array:
+        """Chosen experts [tokens, layers, k], layer-local, in router rank order."""
+        ...
+
+    def column(self, name: str) -> Array:
+        """A column of the trace [tokens, ...]."""
+        ...
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A predictor that must see other requests first; it may ask them for the ``columns`` that it names."""
+
+    def learn(self, examples: Sequence[Example]) -> None:
+        """Called once, before the first prediction."""
+        ...
+
+
+@runtime_checkable
+class Taught(Protocol):
+    """A predictor that was trained in a command of its own."""
+
+    @property
+    def learnt(self) -> npt.NDArray[np.uint64]:
+        """The ``windows`` of all requests that it was trained on."""
+        ...
+
+
+def windows(experts: Array) -> npt.NDArray[np.uint64]:
+    """A key for each run of ``WINDOW_TOKENS`` tokens of a request [tokens - WINDOW_TOKENS + 1].
+
+    Equal runs have equal keys, in whatever request or file and at whatever position; others differ for all practical
+    purposes.  A shorter request has no window.
+    """
+    tokens = len(experts)
+    if tokens < WINDOW_TOKENS:
+        return np.zeros(0, np.uint64)
+    flat = experts.reshape(tokens, -1).astype(np.uint64)
+    odd = np.random.default_rng(0).integers(1 << 62, size=WINDOW_TOKENS * flat.shape[1], dtype=np.uint64) * 2 + 1
+    factors = odd.reshape(WINDOW_TOKENS, -1)
+    keys = np.zeros(tokens - WINDOW_TOKENS + 1, np.uint64)
+    with np.errstate(over="ignore"):  # the product is meant to wrap around
+        for offset, row in enumerate(factors):
+            keys += (flat[offset : offset + len(keys)] * row).sum(axis=1, dtype=np.uint64)
+    return keys
+
+
+def refuse_overlap(name: str, learnt: npt.NDArray[np.uint64], tested: Iterable[tuple[int, Array]], advice: str) -> None:
+    """Raise UserError if more than half of any tested request was learnt from.
+
+    ``learnt``: the ``windows`` of all requests learnt from.  ``tested``: ids and experts of the tested requests.  A few
+    shared tokens, such as the fixed words of a template, are no overlap.
+    """
+    for request, experts in tested:
+        keys = windows(experts)
+        if len(keys) and np.isin(keys, learnt).mean() > SHARED:
+            raise UserError(f"{name} has learnt from request {request}, which is tested here; {advice}")
