@@ -96,8 +96,10 @@ class DecisionCore:
                 self._begin(event, out)
             else:
                 raise ProtocolError(f"{event!r} is no event of the core")
-        self._commit(out)
-        self._issue(out)
+        if self._progress.ready:
+            self._commit(out)
+        if len(self._queue.flights) < self._fetch_slots:
+            self._issue(out)
         if self._step is not None and not self._batches and not self._queue.flights:
             raise DeadlockError(f"nothing is running and step {self._step.step} is unfinished\n{self.dump()}")
         return out
@@ -194,8 +196,11 @@ class DecisionCore:
     def _commit(self, out: list[Command]) -> None:
         ready, key = self._progress.ready, self._compute_key
         while ready and len(self._batches) < self._compute_slots:
-            lead = min(ready.values(), key=lambda job: (key(job), job.id))
-            group = [lead] if len(ready) == 1 else self._group(lead)
+            if len(ready) == 1:
+                group: Sequence[Job] = [*ready.values()]
+            else:
+                group = self._group(min(ready.values(), key=lambda job: (key(job), job.id)))
+            lead = group[0]
             self._progress.commit(group)
             requests = lead.requests if len(group) == 1 else tuple([r for job in group for r in job.requests])
             self._launch(Phase.JOB, lead.layer, requests, group, out)

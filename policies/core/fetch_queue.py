@@ -42,9 +42,11 @@ class FetchQueue:
         Jobs enter in the order of their ids, and ``min`` keeps the first of equals: ties go to the
         lower id.
         """
-        if not self._jobs:
+        jobs = self._jobs
+        if not jobs:
             return None
-        return next(iter(min(self._jobs.values(), key=self._key).queued))
+        first = min(jobs.values(), key=self._key) if len(jobs) > 1 else next(iter(jobs.values()))
+        return next(iter(first.queued))
 
     def start(self, fetch: int, expert: ExpertId, waiters: list[Job]) -> FetchKind:
         """``fetch`` reads ``expert`` from now on; nobody has it queued any more.

@@ -47,7 +47,7 @@ class Journal:
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self._file = path.open("wb")
         # No name and no time in the gzip header: they would make equal journals differ.
-        self._gzip = gzip.GzipFile(filename="", mode="wb", fileobj=self._file, compresslevel=4, mtime=0)
+        self._gzip = gzip.GzipFile(filename="", mode="wb", fileobj=self._file, compresslevel=2, mtime=0)
         self._lines = [_encode({"schema": SCHEMA, **header})]
 
     def record(self, t_s: float, events: Sequence[Event], commands: Sequence[Command]) -> None:
