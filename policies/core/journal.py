@@ -6,10 +6,10 @@ metrics and timelines (``analysis``), a *re-feed* through a fresh core, which mu
 commands, and a *replay*, which imposes the same order on another world.
 
     events    ["S", step, [requests]]   ["C", batch, [[experts], ...]]   ["F", fetch]
-    commands  ["C", batch, phase, layer, [requests], [experts], [slots]]
-              ["F", fetch, expert, slot, kind]   ["E", step]
+    commands  ["C", batch, phase, layer, [requests]]   ["F", fetch, expert, slot, kind]   ["E", step]
 
-A ComputeDone whose gates carry predictions has a fourth item: [[[expert, score], ...], ...].
+A ComputeDone whose gates carry predictions has a fourth item: [[[expert, score], ...], ...].  The experts of a
+Compute are not written: they are those that its requests' gates chose, and their slots those of their last fetches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from policies.core.core import DecisionCore
 from policies.core.messages import Command, Compute, ComputeDone, Event, Fetch, FetchDone, Gate, StepBegin, StepEnd
 from policies.core.protocols import Backend
-from policies.core.types import ExpertId, FetchKind, ModelSpec, Phase, ProtocolError, UserError
+from policies.core.types import ExpertId, FetchKind, ModelSpec, Phase, ProtocolError, RequestId, UserError
 
 SCHEMA = 1
 _PHASES, _KINDS = tuple(Phase), tuple(FetchKind)  # looked up for each record: calling the enum is slow
@@ -91,28 +91,45 @@ def _command_row(command: Command) -> tuple[Any, ...]:
         return ("F", command.fetch, command.expert, command.slot, command.kind)
     if isinstance(command, Compute):
         c = command
-        return ("C", c.batch, c.phase, c.layer, c.requests, c.experts, c.slots)
+        return ("C", c.batch, c.phase, c.layer, c.requests)
     return ("E", command.step)
 
 
-def _event(row: list[Any]) -> Event:
-    if row[0] == "F":
-        return FetchDone(row[1])
-    if row[0] == "S":
-        return StepBegin(row[1], tuple(row[2]))
-    if len(row) == 3:
-        return ComputeDone(row[1], tuple([Gate(tuple(experts)) for experts in row[2]]))
-    gates = zip(row[2], row[3], strict=True)
-    return ComputeDone(row[1], tuple(Gate(tuple(e), tuple((x, s) for x, s in p)) for e, p in gates))
+class _Decoder:
+    """Rows back to messages, in their order: what a Compute leaves out follows from what went before."""
 
+    def __init__(self) -> None:
+        self._members: dict[int, tuple[RequestId, ...]] = {}
+        self._chosen: dict[RequestId, tuple[ExpertId, ...]] = {}
+        self._slots: dict[ExpertId, int] = {}
 
-def _command(row: list[Any]) -> Command:
-    if row[0] == "F":
-        return Fetch(row[1], row[2], row[3], _KINDS[row[4]])
-    if row[0] == "E":
-        return StepEnd(row[1])
-    _, batch, phase, layer, requests, experts, slots = row
-    return Compute(batch, _PHASES[phase], layer, tuple(requests), tuple(experts), tuple(slots))
+    def record(self, t_s: float, events: list[Any], commands: list[Any]) -> Record:
+        return Record(t_s, tuple([self._event(row) for row in events]), tuple([self._command(row) for row in commands]))
+
+    def _event(self, row: list[Any]) -> Event:
+        if row[0] == "F":
+            return FetchDone(row[1])
+        if row[0] == "S":
+            return StepBegin(row[1], tuple(row[2]))
+        chosen = [tuple(experts) for experts in row[2]]
+        self._chosen.update(zip(self._members.pop(row[1]), chosen, strict=False))
+        if len(row) == 3:
+            return ComputeDone(row[1], tuple([Gate(experts) for experts in chosen]))
+        gates = zip(chosen, row[3], strict=True)
+        return ComputeDone(row[1], tuple(Gate(experts, tuple((x, s) for x, s in p)) for experts, p in gates))
+
+    def _command(self, row: list[Any]) -> Command:
+        if row[0] == "F":
+            self._slots[row[2]] = row[3]
+            return Fetch(row[1], row[2], row[3], _KINDS[row[4]])
+        if row[0] == "E":
+            return StepEnd(row[1])
+        _, batch, phase, layer, members = row
+        requests = self._members[batch] = tuple(members)
+        if phase != Phase.JOB:
+            return Compute(batch, _PHASES[phase], layer, requests)
+        experts = tuple(dict.fromkeys([expert for request in requests for expert in self._chosen[request]]))
+        return Compute(batch, Phase.JOB, layer, requests, experts, tuple([self._slots[expert] for expert in experts]))
 
 
 def read_journal(path: Path) -> tuple[dict[str, Any], Iterator[Record]]:
@@ -139,10 +156,10 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _records(path: Path, lines: Iterator[str]) -> Iterator[Record]:
+    decode = _Decoder().record
     for number, line in enumerate(lines, start=2):
         try:
-            t_s, events, commands = json.loads(line)
-            yield Record(t_s, tuple(map(_event, events)), tuple(map(_command, commands)))
+            yield decode(*json.loads(line))
         except (ValueError, TypeError, IndexError, KeyError) as error:
             raise UserError(f"{path} line {number} is no record of a journal; run the cell again") from error
 

@@ -16,7 +16,9 @@ NAMES = ["llama_cpp", "static_2_1", "bevy", "bevy_both"]
 
 
 def core_for(name, prefetch):
-    return make_core(name, MODEL, 12, fetch_slots=3, prefetch=Ranked(max_in_flight=2) if prefetch else None)
+    # llama_cpp gets a cache below the union of three requests, so that some layers pass in waves.
+    capacity = 6 if name == "llama_cpp" else 12
+    return make_core(name, MODEL, capacity, fetch_slots=3, prefetch=Ranked(max_in_flight=2) if prefetch else None)
 
 
 def record(path, name="bevy", prefetch=False, seed=1, steps=3):
