@@ -52,18 +52,8 @@ that holds as many needed and unneeded experts but others at random, and none.
 Settings and their defaults here: model=qwen3_6_35b_a3b workload=chat concurrency=8 steps=512 warmup=256 cache=lfu
 """
 OWN = (
-    "predictors",
-    "sizes",
-    "seeds",
-    "draws",
-    "coverage",
-    "aggregate",
-    "out",
-    "config_dir",
-    "promoe",
-    "learn_path",
-    "learn_requests",
-    "learn_steps",
+    *("predictors", "sizes", "seeds", "draws", "coverage", "aggregate", "out", "config_dir"),
+    *("promoe", "learn_path", "learn_requests", "learn_steps"),
 )
 DEFAULTS = ("model=qwen3_6_35b_a3b", "workload=chat", "concurrency=8", "steps=512", "warmup=256")
 COLUMNS = ("predictor", "cache_fraction", "cache_kind", "precision", "precision_sd", "coverage", "held_share")

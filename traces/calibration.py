@@ -21,6 +21,8 @@ from traces.trace_file import TraceFile
 
 RECORD = "python -m traces.capture model=DIR dataset=text path=FILE columns={column} out=TRACE"
 """The command that records a column from a model."""
+GENERATED = ("weights", "scores", *PREDICTIONS)
+"""The columns of generated routing."""
 
 
 class NeedsColumns(Protocol):
@@ -57,7 +59,7 @@ def require_columns(config: Mapping[str, Any], predictor: NeedsColumns | None) -
         _require(name, predictor.columns, str(node["path"]))
     elif node.get("preset"):
         for column in predictor.columns:
-            if column not in ("scores", *PREDICTIONS):
+            if column not in GENERATED:
                 raise TraceError(
                     f"{name} needs the trace column {column}, which generated routing does not have; record a trace "
                     f"with {RECORD.format(column=column)} and give workload=trace workload.path=TRACE"
@@ -150,8 +152,8 @@ def _require(name: str, columns: Sequence[str], path: str) -> None:
     for column in columns:
         if column not in present:
             raise TraceError(
-                f"{name} needs the trace column {column}; {path} has {', '.join(present) or 'expert ids only'}; record "
-                f"it with {RECORD.format(column=column)}"
+                f"{path} has no column {column}, which {name} needs (it has {', '.join(present) or 'expert ids only'}"
+                f"); record it with {RECORD.format(column=column)}"
             )
 
 

@@ -17,7 +17,8 @@ from policies.core.types import UserError
 Array = npt.NDArray[Any]
 
 WINDOW_TOKENS = 8
-SHARED = 0.5
+SHARED_SHARE, SHARED_WINDOWS = 0.5, 16
+"""How much of a request may be known: a few windows are the fixed words of a template."""
 
 
 class Example(Protocol):
@@ -72,12 +73,11 @@ def windows(experts: Array) -> npt.NDArray[np.uint64]:
 
 
 def refuse_overlap(name: str, learnt: npt.NDArray[np.uint64], tested: Iterable[tuple[int, Array]], advice: str) -> None:
-    """Raise UserError if more than half of any tested request was learnt from.
+    """Raise UserError if half of any tested request was learnt from, or more than ``SHARED_WINDOWS`` of its windows.
 
-    ``learnt``: the ``windows`` of all requests learnt from.  ``tested``: ids and experts of the tested requests.  A few
-    shared tokens, such as the fixed words of a template, are no overlap.
+    ``learnt``: the ``windows`` of all requests learnt from.  ``tested``: ids and experts of the tested requests.
     """
     for request, experts in tested:
         keys = windows(experts)
-        if len(keys) and np.isin(keys, learnt).mean() > SHARED:
+        if np.isin(keys, learnt).sum() > min(SHARED_SHARE * len(keys), SHARED_WINDOWS):
             raise UserError(f"{name} has learnt from request {request}, which is tested here; {advice}")

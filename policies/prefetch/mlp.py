@@ -33,6 +33,11 @@ class Mlp:
         weights = [rng.standard_normal(pair, dtype=np.float32) * np.float32((2 / pair[0]) ** 0.5) for pair in pairs]
         return cls(tuple(weights), tuple(np.zeros(out, np.float32) for _, out in pairs))
 
+    def taking(self, mean: FloatArray, scale: FloatArray) -> Mlp:
+        """The network that does with x what this one does with (x - mean) / scale."""
+        first = self.weights[0] / scale[:, None]
+        return Mlp((first, *self.weights[1:]), (self.biases[0] - mean @ first, *self.biases[1:]))
+
     def __call__(self, rows: FloatArray) -> FloatArray:
         """Outputs [..., out] of inputs [..., in]."""
         for weight, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
@@ -50,7 +55,7 @@ class Trainer:
         rng: np.random.Generator,
         *,
         rate: float = 1e-3,
-        dropout: float = 0.5,
+        dropout: float,
         loss: Loss = "smooth_l1",
     ) -> None:
         self._network, self._rng, self._rate, self._kept, self._l1 = network, rng, rate, 1 - dropout, loss == "l1"

@@ -20,8 +20,8 @@ class NextGate:
     That input is taken after the attention of layer l and its norm, before the output of MoE l is added
     (arXiv 2312.17238; the public repository of Mixtral-Offloading has no speculative loading: its report, AdapMoE,
     which is built on its code, and Bevy §5.1 describe this).  Mixtral-Offloading lists one or two experts for its top-2
-    models (from memory of the report, unchecked); here k for any k (``overfetch`` 1).  It reads them into a few staging
-    buffers that evict nothing; here they take cache entries.  SpecMD lists 1.5 x k a token (Bevy §5.1).
+    models (from memory of the report, unchecked); here k for any k (``overfetch`` 1).  Its staging
+    buffers are an eviction policy, ``policies.eviction.staging``.  SpecMD lists 1.5 x k a token (Bevy §5.1).
 
     ``hidden``: size of the gate input, for the cost: one more matrix-vector product with a router.
     """

@@ -51,13 +51,13 @@ def choose(scores, top_k):
     return np.argsort(-scores, axis=-1, kind="stable")[..., :top_k].astype(np.uint16)
 
 
-def random_request(rng, tokens, layers, experts, top_k, number=0, **columns):
+def random_request(rng, tokens, layers, experts, top_k, number=0, **columns):  # noqa: PLR0917
     """Independent uniform routing."""
     return Request(choose(rng.random((tokens, layers, experts)), top_k), columns, number)
 
 
 def recall(predictor, requests, top_k, skip=1):
-    """Share of the chosen experts among the best k of the scores, over all target layers and all but ``skip`` tokens."""
+    """Share of the chosen experts among the best k of the scores, over target layers and all but ``skip`` tokens."""
     found = total = 0
     for request in requests:
         for token in request.tokens():

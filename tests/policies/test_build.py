@@ -211,7 +211,7 @@ HAS_CACHES = "conf/cache has .*lfu, .*lru"
         (["schedule.compute_slots=0"], "compute_slots is 0"),
         (["schedule.compute_slots=two"], "compute_slots is two"),
         (["prefetch=oracle", "prefetch.policy.max_in_flight=0"], "at least 1 reader"),
-        (["prefetch=oracle", "prefetch.policy._target_=policies.prefetch.Gone"], "conf/prefetch has bevy, cooccurrence"),
+        (["prefetch=oracle", "prefetch.policy._target_=policies.prefetch.Gone"], "conf/prefetch has bevy, co"),
     ],
 )
 def test_wrong_policies_are_one_clear_line(composed, overrides, says):

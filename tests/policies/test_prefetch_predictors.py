@@ -303,6 +303,8 @@ def test_a_tested_request_is_recognised_and_a_shared_opening_is_not():
     refuse_overlap("FineMoE", windows(learnt), [(1, other), (2, opening)], "advice")
     with pytest.raises(UserError, match="FineMoE has learnt from request 3, which is tested here; advice"):
         refuse_overlap("FineMoE", windows(learnt), [(1, other), (3, learnt[10:25])], "advice")
+    with pytest.raises(UserError, match="request 4, which is tested"):
+        refuse_overlap("FineMoE", windows(learnt), [(4, np.concatenate([learnt, other, other]))], "advice")
 
 
 # ------------------------------------------------------------------ real routes

@@ -44,6 +44,14 @@ def test_a_step_goes_down_the_slope_of_the_loss(loss):
         assert np.array_equal(np.sign(parameter - old)[clear], -np.sign(slope)[clear])
 
 
+def test_standardised_inputs_can_be_folded_into_the_weights():
+    rng = np.random.default_rng(2)
+    network, rows = Mlp.random([4, 5, 3], rng), rng.standard_normal((7, 4), dtype=np.float32)
+    network.biases[0][:] = 0.3
+    mean, scale = rng.random((2, 4), dtype=np.float32) + np.float32(0.5)
+    assert network.taking(mean, scale)(rows) == pytest.approx(network((rows - mean) / scale), abs=1e-5)
+
+
 def captured(rng, tokens, number=0):
     """Hidden states that drift from token to token and from layer to layer, and the gates that read them."""
     maps = np.random.default_rng(5).standard_normal((LAYERS, HIDDEN, EXPERTS))
@@ -63,12 +71,12 @@ def trained(tmp_path_factory):
     requests = [captured(rng, 120, number) for number in range(10)]
     stored = [RequestTrace(r.request, r.experts, r.columns) for r in requests]
     write_trace(folder / "trace", Trace(ModelSpec("toy", *SHAPE), tuple(stored), source="toy"))
-    arguments = [f"trace={folder / 'trace'}", f"out={folder / 'networks'}", "width=64", "epochs=80", "batch=16"]
+    arguments = [f"trace={folder / 'trace'}", f"out={folder / 'networks'}", "width=32", "batch=32", "epochs=60"]
     assert train_promoe.main(arguments) == 0
     return folder, requests
 
 
-def test_training_beats_previous_token_and_popularity(trained, capsys):
+def test_training_beats_previous_token_and_popularity(trained):
     folder, requests = trained
     predictor = ProMoE(*SHAPE, path=str(folder / "networks"))
     tested = [captured(np.random.default_rng(9), 120)]
@@ -140,6 +148,7 @@ def test_wrong_files_are_refused(trained, path, shape, says):
         (["trace={trace}"], "out= is missing"),
         (["trace={trace}", "out=x", "requests=1"], "training needs at least 2"),
         (["trace={trace}", "out=x", "epochs=0"], "epochs is 0"),
+        (["trace={trace}", "out=x", "dropout=1"], "dropout is 1"),
         (["trace={plain}", "out=x"], "no column hidden .*python -m traces.capture .*columns=hidden"),
     ],
 )
