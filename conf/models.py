@@ -33,6 +33,7 @@ class Quantisation:
 
 
 QUANTISATIONS: Mapping[str, Quantisation] = {
+    "f32": Quantisation(Fraction(4), Fraction(4), Fraction(4), packs_bias=True),
     "bf16": Quantisation(Fraction(2), Fraction(2), Fraction(2), packs_bias=True),
     # GGUF files: 32 weights in 18 bytes; router and norms f32; the head in Q6_K, 256 weights in 210 bytes.
     "q4_0": Quantisation(Fraction(18, 32), Fraction(4), Fraction(210, 256), packs_bias=False),

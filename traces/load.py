@@ -18,6 +18,7 @@ from traces.trace_file import TraceFile
 from traces.workload import TraceWorkload
 
 MODEL_OF_SHAPE = {
+    (12, 32): "demo",
     (16, 64): "olmoe_1b_7b",
     (24, 32): "gpt_oss_20b",
     (26, 64): "deepseek_v2_lite",

@@ -22,6 +22,7 @@ EXPERTS = {
     "gpt_oss_20b": (768, 24_883_200, 49_783_680, 13_996_800),
     "gpt_oss_120b": (4_608, 24_883_200, 49_783_680, 13_996_800),
     "glm_4_5_air": (5_760, 17_301_504, 34_603_008, 9_732_096),
+    "demo": (384, 24_576, 49_152, 13_824),
 }
 # Full-size models built by transformers on the meta device: all parameters (1e9), body and head (1e6).
 PARAMETERS = {
@@ -130,7 +131,7 @@ def test_a_composed_config_is_accepted():
         ({"n_layers": 2.5}, "n_layers is 2.5"),
         ({"n_experts": True}, "n_experts is True"),
         ({"vocabulary": "many"}, "vocabulary is 'many'"),
-        ({"quantisation": "q5_1"}, "unknown quantisation 'q5_1'; use one of: bf16, q4_0"),
+        ({"quantisation": "q5_1"}, "unknown quantisation 'q5_1'; use one of: f32, bf16, q4_0"),
         ({"quantisation": None}, "quantisation is None"),
         ({"tied_head": 1}, "tied_head is 1"),
         ({"experts": 3}, "unknown key 'experts'"),

@@ -1,12 +1,17 @@
 """Text for the demo model: a folder of files for each domain, split into training and held-out files.
 
 Owns the split and the byte stream.  A document's bytes are its tokens 0 to 255; token 256 ends it.
+
+usage: python -m traces.demo.corpus folder=DIR out=DIR [every=N]
+
+Copies the held-out files of a domain (or every Nth of them) into one folder, as prompts for a capture.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.core.types import UserError
+from traces.command import parse, run, whole_number
 
 END = 256
 """The token between documents."""
@@ -40,6 +46,23 @@ class Domain:
     def held_out_bytes(self) -> int:
         """Bytes of the held-out text, without its ``END`` tokens."""
         return len(self.held_out) - self.held_out_files
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    arguments = parse(argv, ("folder", "out", "every"))
+    if missing := [key for key in ("folder", "out") if key not in arguments]:
+        raise UserError(f"{missing[0]}= is missing; usage: python -m traces.demo.corpus folder=DIR out=DIR")
+    root, out = Path(arguments["folder"]), Path(arguments["out"])
+    names = sorted(path.relative_to(root).as_posix() for path in _files(root))
+    chosen = sorted(name.replace("/", "-") for name in names if is_held_out(name))
+    chosen = chosen[:: whole_number(arguments, "every") or 1]
+    out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        if is_held_out(name) and name.replace("/", "-") in chosen:
+            shutil.copy(root / name, out / name.replace("/", "-"))
+    print(f"copied {len(chosen)} held-out files to {out}")
+    return 0
 
 
 def read_domain(name: str, folder: str | Path) -> Domain:
@@ -72,3 +95,7 @@ def _files(root: Path) -> Iterator[Path]:
     for path in sorted(root.rglob("*")):
         if path.suffix in SUFFIXES and path.is_file() and not {*path.relative_to(root).parts} & {*LEFT_OUT}:
             yield path
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(main, __doc__))

@@ -52,7 +52,7 @@ def bible(packages: Path) -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         for path in (packages / "bible-kjv-text/usr/lib").iterdir():
             shutil.copy(path, folder)
-        reader = [packages / "bible-kjv/usr/bin/bible", "-f", "-p", folder, "gen1:1-rev22:21"]
+        reader = [str(packages / "bible-kjv/usr/bin/bible"), "-f", "-p", folder, "gen1:1-rev22:21"]
         text = subprocess.run(reader, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
     verses = re.findall(r"^(\d?[A-Za-z]+)(\d+):\d+ (.*)$", text, re.MULTILINE)
     for book, in_book in groupby(verses, lambda verse: verse[0]):

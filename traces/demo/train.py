@@ -9,14 +9,14 @@ usage: python -m traces.demo.train code=DIR prose=DIR out=DIR [key=value ...]
   length=N            tokens a sequence, and the model's longest context  (default 1024)
   layers=N hidden=N experts=N top_k=N intermediate=N     the model's shape (default 12, 128, 32, 4, 64)
   rate=X              largest learning rate                               (default 0.004)
-  balance=X           weight of the load-balancing loss                   (default 0.002)
+  balance=X           weight of the load-balancing loss                   (default 0.001)
   seed=N              of initial weights and of the order of the text     (default 0)
   device=NAME         cuda or cpu                                         (default: cuda if there is one)
   compile=BOOL        through torch.compile                               (default: true on cuda)
-  evaluate=N          steps between evaluations, which also save the model (default 1000)
+  evaluate=N          steps between evaluations, which also save the model (default 1500)
   held_out=N          bytes of each domain that an evaluation reads        (default 400000)
 
-Reduced for two CPU cores, some minutes: steps=400 batch=16 length=256 layers=8 hidden=96 intermediate=32
+Reduced for two CPU cores, about ten minutes: steps=300 batch=8 length=256 layers=8 hidden=96 intermediate=32
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import csv
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from traces.demo.tokenizer import save_tokenizer
 VOCABULARY = 264  # 256 bytes, the end of a document, and a multiple of 8
 WARMUP_STEPS, LAST_RATE = 200, 0.05
 SHARD_BYTES = "10MB"
+KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
 PATHS = ("code", "prose", "out")
 
 
@@ -60,11 +61,11 @@ class Plan:
     top_k: int = 4
     intermediate: int = 64
     rate: float = 0.004
-    balance: float = 0.002
+    balance: float = 0.001
     seed: int = 0
     device: str = ""
     compile: str = ""
-    evaluate: int = 1000
+    evaluate: int = 1500
     held_out: int = 400_000
 
 
@@ -85,9 +86,8 @@ def read_plan(arguments: Mapping[str, str]) -> Plan:
     values: dict[str, Any] = {}
     for field in fields(Plan):
         if field.name in arguments:
-            kind = type(field.default)
             try:
-                values[field.name] = kind(arguments[field.name])
+                values[field.name] = KINDS[str(field.type)](arguments[field.name])
             except ValueError:
                 raise UserError(f"{field.name} is {arguments[field.name]}, expected a number") from None
     cuda = torch.cuda.is_available()
@@ -122,7 +122,7 @@ def train(plan: Plan, domains: Sequence[Domain], out: Path) -> dict[str, Any]:
         text = torch.from_numpy(next(texts)).to(plan.device, non_blocking=True).long()
         with torch.autocast(plan.device, torch.bfloat16, enabled=plan.device == "cuda"):
             language, uneven = loss_of(model, balance, text)
-        (language + plan.balance * uneven).backward()
+        torch.autograd.backward([language + plan.balance * uneven])
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
@@ -130,19 +130,24 @@ def train(plan: Plan, domains: Sequence[Domain], out: Path) -> dict[str, Any]:
             row = {"step": step, "bits": language.item() / math.log(2), "balance": uneven.item(), "norm": norm.item()}
             history.append(row)
         if (step + 1) % plan.evaluate == 0 or step + 1 == plan.steps:
-            found = {domain.name: evaluate(model, domain, plan) for domain in domains}
-            history[-1] |= {f"held_out_{name}": bits for name, bits in found.items()}
+            found = {domain.name: evaluate(model, balance, domain, plan) for domain in domains}
+            history[-1] |= {f"held_out_{name}": value["bits_per_byte"] for name, value in found.items()}
             report = {
                 "plan": {field.name: getattr(plan, field.name) for field in fields(Plan)},
                 "parameters": sum(p.numel() for p in model.parameters()),
                 "step": step + 1,
                 "tokens": (step + 1) * plan.batch * plan.length,
                 "seconds": round(time.perf_counter() - began, 1),
-                "held_out_bits_per_byte": found,
+                "held_out": found,
                 "train_bits_per_byte": history[-1]["bits"],
                 "text": {
-                    d.name: {"files": d.files, "train_tokens": len(d.train), "held_out_files": d.held_out_files,
-                             "held_out_bytes": d.held_out_bytes} for d in domains
+                    d.name: {
+                        "files": d.files,
+                        "train_tokens": len(d.train),
+                        "held_out_files": d.held_out_files,
+                        "held_out_bytes": d.held_out_bytes,
+                    }
+                    for d in domains
                 },
                 "torch": torch.__version__,
             }
@@ -160,7 +165,9 @@ def new_model(plan: Plan) -> Any:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415
 
     heads = max(1, plan.hidden // 32)
-    config = Qwen3MoeConfig(
+    config_class: Any = Qwen3MoeConfig
+    auto: Any = AutoModelForCausalLM
+    config = config_class(
         vocab_size=VOCABULARY,
         hidden_size=plan.hidden,
         num_hidden_layers=plan.layers,
@@ -179,10 +186,12 @@ def new_model(plan: Plan) -> Any:
         pad_token_id=END,
     )
     ALL_EXPERTS_FUNCTIONS.register("all_at_once", all_at_once)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto.from_config(config, dtype=torch.float32)
     model.set_experts_implementation("all_at_once")
     for name, weight in model.named_parameters():
-        if weight.dim() > 1:  # some families leave gates at zero, where all experts would be alike
+        if name.endswith("gate.weight"):
+            nn.init.normal_(weight, std=0.02)  # nearly alike at first, so that every expert learns
+        elif weight.dim() > 1:
             depth = math.sqrt(2 * plan.layers) if name.endswith(("o_proj.weight", "down_proj")) else 1.0
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 / depth)
     return model
@@ -192,7 +201,8 @@ def all_at_once(experts: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> T
     """Every expert for every token, as two products: at this size faster than sorting tokens by expert."""
     mix = torch.zeros(len(hidden), experts.num_experts, dtype=weights.dtype, device=weights.device)
     mix = mix.scatter(1, ids, weights)
-    gate, up = functional.linear(hidden, experts.gate_up_proj.flatten(0, 1)).unflatten(1, (-1, 2, experts.intermediate_dim)).unbind(2)
+    both = functional.linear(hidden, experts.gate_up_proj.flatten(0, 1))
+    gate, up = both.view(len(hidden), experts.num_experts, 2, experts.intermediate_dim).unbind(2)
     inner = functional.silu(gate) * up * mix[..., None]
     return functional.linear(inner.flatten(1), experts.down_proj.transpose(0, 1).flatten(1)).to(hidden.dtype)
 
@@ -216,6 +226,11 @@ class Balance:
     def start(self) -> None:
         """Forget the gates of the forward before."""
         self._calls.clear()
+
+    def uses(self) -> Tensor:
+        """How often the last forward chose each expert, [layers, E]."""
+        chosen = [torch.zeros_like(logits, dtype=torch.float32).scatter(1, ids, 1.0) for logits, ids in self._calls]
+        return torch.stack(chosen).sum(1)
 
     def loss(self) -> Tensor:
         """Mean over the layers of the last forward."""
@@ -268,34 +283,43 @@ def batches(plan: Plan, domains: Sequence[Domain]) -> Iterator[np.ndarray[Any, A
 # ---------------------------------------------------------------------------- evaluation
 
 
-@torch.no_grad()
-def evaluate(model: Any, domain: Domain, plan: Plan) -> float:
-    """Bits per byte of the held-out text, each window from an empty context; ``END`` tokens are not counted."""
+def evaluate(model: Any, balance: Balance, domain: Domain, plan: Plan) -> dict[str, float]:
+    """Bits per byte of the held-out text, each window from an empty context (``END`` tokens are not counted).
+
+    ``hottest_30``: share of a layer's selections that go to the hottest 30% of its experts, mean over the layers.
+    """
     model.eval()
     stream = np.append(np.int16(END), domain.held_out)
     rows = min(len(stream) - 1, plan.held_out) // plan.length
     if rows < 1:
-        raise UserError(f"the held-out text of {domain.name} has {len(stream) - 1} bytes, fewer than length {plan.length}")
+        raise UserError(
+            f"{domain.name} holds out {len(stream) - 1} bytes, less than length {plan.length}; lower length"
+        )
     starts = np.linspace(0, len(stream) - 1 - plan.length, rows).astype(int)
     nats, counted = 0.0, 0
+    uses = torch.zeros(plan.layers, plan.experts, device=plan.device)
     for first in range(0, rows, plan.batch):
-        text = torch.from_numpy(np.stack([stream[s : s + plan.length + 1] for s in starts[first : first + plan.batch]]))
-        text = text.to(plan.device).long()
-        with torch.autocast(plan.device, torch.bfloat16, enabled=plan.device == "cuda"):
-            logits = model(input_ids=text[:, :-1], use_cache=False).logits
-        target = text[:, 1:].flatten()
+        text = np.stack([stream[start : start + plan.length + 1] for start in starts[first : first + plan.batch]])
+        tokens = torch.from_numpy(text).to(plan.device).long()
+        balance.start()
+        with torch.no_grad(), torch.autocast(plan.device, torch.bfloat16, enabled=plan.device == "cuda"):
+            logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        target = tokens[:, 1:].flatten()
         loss = functional.cross_entropy(logits.float().flatten(0, 1), target, reduction="none")
         nats += loss[target != END].sum().item()
         counted += int((target != END).sum())
+        uses += balance.uses()
     model.train()
-    return nats / counted / math.log(2)
+    hottest = uses.sort(descending=True).values[:, : math.ceil(0.3 * plan.experts)].sum(-1) / uses.sum(-1)
+    return {"bits_per_byte": nats / counted / math.log(2), "hottest_30": hottest.mean().item()}
 
 
 def save(model: Any, out: Path, report: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> None:
     """The weights in bfloat16, the report and the loss curve."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    copy = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    auto: Any = AutoModelForCausalLM
+    copy = auto.from_config(model.config, dtype=torch.bfloat16)
     copy.load_state_dict(model.state_dict())
     copy.save_pretrained(out, max_shard_size=SHARD_BYTES)
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
