@@ -43,10 +43,10 @@ def whole_number(arguments: Mapping[str, str], key: str, least: int = 1) -> int 
 def run(main: Callable[[Sequence[str]], int], usage: str | None) -> int:
     """Run a command on ``sys.argv``: its exit code, or 2 after one line of error."""
     argv = sys.argv[1:]
-    if "--help" in argv or "-h" in argv:
-        print((usage or "").strip())
-        return 0
     try:
+        if "--help" in argv or "-h" in argv:
+            print((usage or "").strip())
+            return 0
         return main(argv)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
