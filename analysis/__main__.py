@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from analysis.figures import NAMES
+from conf.scale import SCALES
 from policies.core.types import ModelSpec, UserError
 
 USAGE = """\
@@ -18,6 +21,16 @@ usage: python -m analysis COMMAND ...
       out: a .png, .svg or .pdf file.
   misses RUN... [width=20] [out=misses.png]
       Step time against the number of missing experts, a line a system, Bevy against the others.
+  fig2 CSV | fig4, fig5, fig8 ... fig13 [RUN...] [out=FOLDER]
+      A figure of the paper from finished runs: PNG, SVG and its values as CSV.  Without RUN: those of
+      python -m sim experiment=fig8, in runs/fig8; fig2: of python -m sim.precision, in runs/precision.
+  paper RUN... [out=FILE.csv]
+      Every number that the paper prints, ours beside it, and whether ours lies inside.
+  report [RUNS] [out=report.html] [scale=paper]
+      One page with the figures of the studies in RUNS (default: runs), the table of the paper's numbers,
+      environment, settings and what each number depends on.  scale=smoke: of the small runs.
+  validate SIM_RUN EXEC_RUN [out=validate.png]
+      A simulated run against one on a machine, step by step: counts, decisions and times.
   timeline RUN [steps=FIRST:STOP] [out=RUN/timeline.json]
       A few steps as trace events for https://ui.perfetto.dev: one track a reader, compute slot and request.
       steps: from FIRST up to, not including, STOP; the first four measured steps unless given.
@@ -106,6 +119,54 @@ def _misses(paths: Sequence[Path], settings: dict[str, str]) -> None:
     print(f"figure: {out}")
 
 
+def _figure(name: str, paths: Sequence[Path], settings: dict[str, str]) -> None:
+    from analysis.figures import draw_figure  # noqa: PLC0415
+
+    chosen = list(paths) or [Path("runs/precision" if name == "fig2" else f"runs/{name}")]
+    folder = Path() if (chosen[0] / "summary.json").is_file() else chosen[0]
+    print(draw_figure(name, chosen, Path(settings.get("out", folder))))
+
+
+def _paper(paths: Sequence[Path], settings: dict[str, str]) -> None:
+    from analysis.paper_table import rows, text, write_csv  # noqa: PLC0415
+
+    if not paths:
+        raise UserError("expected at least one folder of runs, such as runs")
+    table = rows(paths)
+    print(text(table))
+    if "out" in settings:
+        write_csv(table, Path(settings["out"]))
+        print(f"table: {settings['out']}")
+
+
+def _report(paths: Sequence[Path], settings: dict[str, str]) -> None:
+    from analysis.report import write  # noqa: PLC0415
+
+    scale = settings.get("scale", "paper")
+    if scale not in SCALES:
+        raise UserError(f"scale={scale}: expected one of {', '.join(SCALES)}")
+    if len(paths) > 1:
+        raise UserError(f"expected one folder that holds the studies, got {len(paths)}")
+    out = Path(settings.get("out", "report.html"))
+    for line in write(paths[0] if paths else Path("runs"), scale, out):
+        print(line)
+    print(f"report: {out}")
+
+
+def _validate(paths: Sequence[Path], settings: dict[str, str]) -> None:
+    from analysis.bars import save  # noqa: PLC0415
+    from analysis.validate import check_replay, compare_runs, draw, table  # noqa: PLC0415
+
+    if len(paths) != 2:
+        raise UserError(f"expected two run folders, SIM_RUN EXEC_RUN, got {len(paths)}")
+    found = compare_runs(*paths)
+    print(table(found), end="")
+    out = Path(settings.get("out", "validate.png"))
+    save(draw(found), out)
+    print(f"figure: {out}")
+    check_replay(found)
+
+
 def _timeline(paths: Sequence[Path], settings: dict[str, str]) -> None:
     from analysis.runs import open_journal  # noqa: PLC0415
     from analysis.timeline import build, write  # noqa: PLC0415
@@ -155,6 +216,10 @@ def _pair(text: str, name: str, form: str) -> tuple[int, int]:
 COMMANDS: dict[str, tuple[Callable[[Sequence[Path], dict[str, str]], None], tuple[str, ...]]] = {
     "compare": (_compare, ("out",)),
     "misses": (_misses, ("width", "out")),
+    **{name: (partial(_figure, name), ("out",)) for name in NAMES},
+    "paper": (_paper, ("out",)),
+    "report": (_report, ("out", "scale")),
+    "validate": (_validate, ("out",)),
     "timeline": (_timeline, ("steps", "out")),
     "story": (_story, ("expert",)),
 }

@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from analysis.paper import PaperNumber, paper_for
-from analysis.runs import SETTING, Run, find_runs, run_row
+from analysis.runs import SETTING, Run, as_requested, find_runs, run_row
 
 SPEEDUPS = {"speedup_over_llama_cpp": "llama_cpp", "speedup_over_llama_cpp_lfu": "llama_cpp_lfu"}
 """Metric -> the system whose throughput it divides by; ``step_over_bevy`` compares step times with ``bevy``."""
@@ -93,7 +93,7 @@ def compare(runs: Sequence[Run]) -> list[Block]:
     system's run is.
     """
     settings: dict[str, list[Run]] = {}
-    for run in runs:
+    for run in map(as_requested, runs):
         setting = [run.summary.get(key) for key in SETTING]
         settings.setdefault(_text([setting, _world(run)]), []).append(run)
     groups = list(settings.values())

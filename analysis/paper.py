@@ -14,7 +14,8 @@ from typing import Any
 class PaperNumber:
     """One number of the paper, or a range of one: ``low == high`` for a single value.
 
-    ``derived`` tells a number that follows from printed ones by arithmetic, ``note`` how.
+    ``derived`` tells a number that follows from printed ones by arithmetic, ``note`` how; ``fitted`` one that the
+    device or the generated routing was fitted to, so that agreement shows nothing.
     """
 
     setting: Mapping[str, Any]
@@ -25,6 +26,7 @@ class PaperNumber:
     source: str
     derived: bool
     note: str = ""
+    fitted: bool = False
 
     @property
     def middle(self) -> float:
@@ -59,6 +61,7 @@ def paper_numbers() -> tuple[PaperNumber, ...]:
                     source=entry["source"],
                     derived=entry["status"] == "derived",
                     note=entry.get("note", ""),
+                    fitted=entry.get("fitted", False),
                 )
             )
     return tuple(numbers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,21 @@ class Run:
         return str(label or self.summary.get(group, "?"))
 
 
+def as_requested(run: Run) -> Run:
+    """The run with the cache that was asked for, where its predictor's tables took some of it.
+
+    Systems are compared at equal memory, so this is the setting that they share.
+    """
+    if not (run.summary.get("predictor") or {}).get("memory_bytes"):
+        return run
+    from conf.models import ModelConfig  # noqa: PLC0415
+    from policies.build import cache_slots  # noqa: PLC0415
+
+    spec = ModelConfig.from_config(run.config["model"]).spec
+    slots = cache_slots(run.config, spec)
+    return replace(run, summary={**run.summary, "cache_slots": slots, "cache_fraction": slots / spec.n_total})
+
+
 def find_runs(paths: Iterable[Path]) -> list[Run]:
     """The finished runs at or under ``paths``: run folders as given, those of a study baselines first.
 
@@ -53,7 +68,7 @@ def find_runs(paths: Iterable[Path]) -> list[Run]:
             # Names with a leading dot are folders that a run is still writing.
             folders = [summary.parent for summary in path.rglob("summary.json")]
             whole = [folder for folder in folders if not any(p[0] == "." for p in folder.relative_to(path).parts)]
-            runs = sorted(map(_load, whole), key=_rank)
+            runs = sorted(map(_load, whole), key=lambda run: _rank(as_requested(run)))
         if not runs:
             raise UserError(
                 f"{path} holds no finished run; give a folder runs/STUDY/CELL with a summary.json, or a study"

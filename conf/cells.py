@@ -20,9 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from conf.compose import explain
+from conf.scale import SCALES
 from policies.core.types import UserError
 
-NOT_RESULTS = ("study", "runs", "workers", "force", "progress")
+NOT_RESULTS = ("study", "runs", "workers", "force", "progress", "scale")
 """Settings that change where or how a cell runs, never what comes out of it."""
 
 _LONGEST_SLUG = 120
@@ -93,6 +94,8 @@ def check(settings: Mapping[str, Any]) -> None:
     for key in ("strict", "check", "force", "progress"):
         if not isinstance(_value(settings, key), bool):
             raise UserError(f"{key}={_value(settings, key)}: expected true or false")
+    if _value(settings, "scale") not in SCALES:
+        raise UserError(f"scale={_value(settings, 'scale')}: expected one of {', '.join(SCALES)}")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", str(_value(settings, "study"))):
         raise UserError(f"study={_value(settings, 'study')}: expected a folder name of letters, digits, '_', '.', '-'")
     for group in ("system", "model", "device", "workload"):

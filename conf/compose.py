@@ -25,6 +25,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from conf.scale import scaled
 from policies.build import static_system
 from policies.core.types import UserError
 
@@ -48,6 +49,7 @@ def static_groupings(concurrency: int) -> str:
 
 # A resolver lives in the process, so a worker that unpickles a task must get it with this import.
 OmegaConf.register_new_resolver("static_groupings", static_groupings, replace=True)
+OmegaConf.register_new_resolver("scaled", scaled, replace=True)
 
 
 class StaticSystems(ConfigSource):
@@ -125,7 +127,8 @@ def expand(arguments: Sequence[str]) -> Iterator[Point]:
 
     First the lists of the command line (the last one varies fastest), then those of the config's
     ``hydra.sweeper.params`` that the command line does not mention, in their order there.  Each list is resolved
-    after the earlier ones have their values, so an experiment may derive one from another.
+    after the earlier ones have their values, so an experiment may derive one from another.  An experiment that lists
+    ``experiment`` stands for those it lists.
 
     Raises UserError with one line for unknown options, unknown keys and overrides that do not parse.
     """
@@ -143,10 +146,13 @@ def _expand(overrides: list[str]) -> Iterator[Point]:
     mentioned = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
     lists = OmegaConf.select(config, "hydra.sweeper.params") or {}
     for key in lists:
-        if key not in mentioned:
+        if key not in mentioned or key == "experiment":
             values = OverridesParser.create().parse_overrides([f"{key}={lists[key]}"])
+            others = [
+                override for override in overrides if key != "experiment" or not override.startswith("experiment=")
+            ]
             for (override,) in BasicSweeper.split_arguments(values, None)[0]:
-                yield from _expand([*overrides, override])
+                yield from _expand([*others, override])
             return
     yield Point(tuple(overrides), config)
 

@@ -41,15 +41,22 @@ Report = Callable[[Sequence[Path], Path], None]
 
 
 def launch(
-    overrides: Sequence[str], *, work: Work, validate: Validate, report: Report, config_dir: Path | None = None
+    overrides: Sequence[str],
+    *,
+    work: Work,
+    validate: Validate,
+    report: Report,
+    config_dir: Path | None = None,
+    only_failed: bool = False,
 ) -> int:
     """Run the sweep that a command line describes; returns the exit code.
 
-    ``config_dir``: a folder with more options for the groups.
+    ``config_dir``: a folder with more options for the groups.  ``only_failed``: of the cells that are not there, run
+    those alone that failed before.
     """
     try:
         with composing(config_dir) as more:
-            return _sweep([*more, *overrides], work, validate, report)
+            return _sweep([*more, *overrides], work, validate, report, only_failed)
     except UserError as error:
         for line in str(error).splitlines():
             _say(f"error: {line}")
@@ -82,7 +89,7 @@ def run_cell(work: Work, launcher: int, config: DictConfig) -> None:
         rundir.failure_file(cell.folder).unlink(missing_ok=True)
 
 
-def _sweep(arguments: Sequence[str], work: Work, validate: Validate, report: Report) -> int:
+def _sweep(arguments: Sequence[str], work: Work, validate: Validate, report: Report, only_failed: bool) -> int:
     master: DictConfig | None = None
     planned: dict[Path, Cell] = {}
     refused: dict[str, list[str]] = {}  # by reason
@@ -99,6 +106,12 @@ def _sweep(arguments: Sequence[str], work: Work, validate: Validate, report: Rep
         raise UserError("\n".join(refused))
 
     cells = list(planned.values())
+    if only_failed:
+        failed_before = [cell for cell in cells if rundir.failure_file(cell.folder).exists()]
+        _say(f"of {len(cells)} cells {len(failed_before)} have failed before")
+        cells = [cell for cell in cells if cell in failed_before or rundir.is_finished(cell.folder)]
+        if not cells:
+            raise UserError("no cell of this sweep is finished or has failed; run it without --cells failed")
     try:
         return _run(cells, refused, work, report, master)
     except KeyboardInterrupt:
@@ -123,7 +136,10 @@ def _run(
 
     states = watch.states()
     failed = [cell for cell in todo if states[cell.folder] is not State.FINISHED]
-    failures = [_failure(cell, trouble) for cell in failed]
+    for cell in failed:
+        if not rundir.failure_file(cell.folder).exists():
+            _write_reason(cell, "no result", trouble or "the worker ended without a word", [])
+    failures = [rundir.read_json(rundir.failure_file(cell.folder)) or {} for cell in failed]
     there = [cell.folder for cell in cells if cell not in failed]
     if not there and all(failure["kind"] == UserError.__name__ for failure in failures):
         # Bad input that only showed when the cells ran: nothing of them stays.
@@ -131,9 +147,9 @@ def _run(
             rundir.failure_file(cell.folder).unlink(missing_ok=True)
         raise UserError("\n".join(dict.fromkeys([*refused, *(failure["reason"] for failure in failures)])))
     code = 1 if failed or refused else 0
-    if there:
+    for study in dict.fromkeys(folder.parent for folder in there):
         try:
-            report(there, cells[0].folder.parent)
+            report([folder for folder in there if folder.parent == study], study)
         except UserError as error:
             _say(f"error: {error}")
             code = 1
@@ -144,7 +160,7 @@ def _run(
         reasons.setdefault(kind + failure["reason"], []).append(str(cell.folder))
     _say_all("failed", reasons)
     if failed:
-        _say("each failed cell has a file NAME.failed.json with the traceback; the same command tries them again")
+        _say("each failed cell has a file NAME.failed.json with the traceback; --cells failed runs these alone again")
     return code
 
 
@@ -211,20 +227,21 @@ def _for_worker(cell: Cell, alone: bool) -> list[str]:
 
 
 def _write_failure(cell: Cell, error: Exception) -> None:
-    lines = str(error).splitlines() or [""]
+    kind = UserError.__name__ if isinstance(error, UserError) else type(error).__name__
+    _write_reason(cell, kind, (str(error).splitlines() or [""])[0], traceback.format_exception(error))
+
+
+def _write_reason(cell: Cell, kind: str, reason: str, lines: Sequence[str]) -> None:
+    """Beside where the run would be; with the settings, so that a figure can mark the gap."""
     failure = {
         "cell": cell.name,
-        "kind": UserError.__name__ if isinstance(error, UserError) else type(error).__name__,
-        "reason": lines[0],
-        "traceback": traceback.format_exception(error),
+        "kind": kind,
+        "reason": reason,
+        "settings": recorded(cell.settings),
+        "traceback": list(lines),
     }
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     rundir.write_json(rundir.failure_file(cell.folder), failure)
-
-
-def _failure(cell: Cell, trouble: str) -> dict[str, Any]:
-    failure = rundir.read_json(rundir.failure_file(cell.folder))
-    return failure or {"kind": "no result", "reason": trouble or "the worker ended without a word"}
 
 
 def _say_what_is_there(cells: Sequence[Cell]) -> None:

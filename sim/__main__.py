@@ -16,6 +16,7 @@ import hydra
 from omegaconf import DictConfig
 
 from analysis.compare import plot, print_table
+from analysis.figures import draw_figure, figure_of
 from analysis.metrics import write_metrics
 from conf import compose
 from conf.launch import launch, run_cell
@@ -35,16 +36,26 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--multirun", "-m", action="store_true")  # a habit of Hydra's users: here it is always on
     parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("--cells", default="all")
     flags, overrides = parser.parse_known_args(arguments)
     if any(override.startswith("-") for override in overrides):
         compose.register_sources()
         by_hydra()
         return 0
-    return launch(overrides, config_dir=flags.config_dir, work=work, validate=validate, report=report)
+    if flags.cells not in ("all", "failed"):
+        print(f"error: --cells {flags.cells}: expected all or failed", file=sys.stderr)
+        return 2
+    only_failed = flags.cells == "failed"
+    return launch(
+        overrides, config_dir=flags.config_dir, work=work, validate=validate, report=report, only_failed=only_failed
+    )
 
 
 def report(run_dirs: Sequence[Path], study: Path) -> None:
-    """Print the table of finished runs, and draw them if there is something to compare."""
+    """Draw the paper's figure of a study that is for one; else print the table of finished runs and draw them."""
+    if (name := figure_of(study)) is not None:
+        print(draw_figure(name, run_dirs, study))
+        return
     print(print_table(run_dirs))
     if len(run_dirs) > 1:
         figure = study / "compare.png"

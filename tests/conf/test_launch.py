@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,20 @@ def test_a_broken_cell_does_not_stop_the_others(
     assert len(finished_cells()) == 2
 
 
+def test_cells_failed_runs_those_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TOY_BROKEN", "llama_cpp")
+    assert run(TWO) == 1
+    (reason,) = Path("runs/compare").glob("llama_cpp-*.failed.json")
+    assert json.loads(reason.read_text())["settings"]["system"]["name"] == "llama_cpp"
+    monkeypatch.delenv("TOY_BROKEN")
+    assert toy.main(["workers=1", THREE], only_failed=True) == 0
+    assert "of 3 cells 1 have failed before" in capsys.readouterr().err
+    assert calls() == ["bevy", "llama_cpp", "llama_cpp"]
+    assert names() == ["bevy", "llama_cpp"]
+    assert toy.main(["workers=1", "system=bevy_both"], only_failed=True) == 2
+    assert "no cell of this sweep is finished or has failed" in capsys.readouterr().err
+
+
 def test_all_broken_is_no_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOY_BROKEN", "bevy")
     assert run("system=bevy") == 1
@@ -194,6 +210,9 @@ def test_workers_make_no_difference_and_one_may_die() -> None:
     assert dying.returncode == 1
     assert "llama_cpp-" in errors
     assert "no result: TerminatedWorkerError" in errors
+    assert list(Path("runs/compare").glob("llama_cpp-*.failed.json")), (
+        "what no worker could say is written all the same"
+    )
     assert run(THREE) == 0
 
 
@@ -217,6 +236,21 @@ def test_kill_and_go_on() -> None:
     assert contents("killed") == contents("uninterrupted")
     assert names("killed") == ["bevy", "bevy_fifo", "llama_cpp"]
     assert len(calls("killed")) < 6
+
+
+def test_kills_at_random_moments() -> None:
+    assert run(THREE, "study=uninterrupted") == 0
+    moments = random.Random(6)
+    for _ in range(3):
+        process = start(THREE, "study=killed", "workers=2", TOY_SLEEP_S="0.3")
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=moments.uniform(0.5, 3.0))
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert run(THREE, "study=killed") == 0
+    assert contents("killed") == contents("uninterrupted")
+    assert names("killed") == ["bevy", "bevy_fifo", "llama_cpp"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

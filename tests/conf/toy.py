@@ -43,8 +43,10 @@ def report(run_dirs: Sequence[Path], study: Path) -> None:
     print("\n".join(sorted(run.name for run in run_dirs)))
 
 
-def main(overrides: Sequence[str], config_dir: Path | None = None) -> int:
-    return launch(overrides, work=work, validate=validate, report=report, config_dir=config_dir)
+def main(overrides: Sequence[str], config_dir: Path | None = None, only_failed: bool = False) -> int:
+    return launch(
+        overrides, work=work, validate=validate, report=report, config_dir=config_dir, only_failed=only_failed
+    )
 
 
 if __name__ == "__main__":

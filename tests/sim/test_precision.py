@@ -13,7 +13,8 @@ from policies.eviction.moe_infinity import MoEInfinityScore
 from policies.prefetch import OraclePredictor
 from policies.walk import lockstep_batches, walk
 from sim import coverage, precision
-from traces.format import RequestTrace
+from traces.format import RequestTrace, Trace
+from traces.storage import write_trace
 
 STEPS, REQUESTS, LAYERS, EXPERTS, K = 30, 3, 4, 24, 4
 
@@ -285,6 +286,18 @@ def test_bad_input_is_one_line_and_writes_nothing(arguments, says, tmp_path):
         precision.main([*SMALL, *arguments, f"out={tmp_path / 'x'}"])
     assert "\n" not in str(error.value)
     assert not (tmp_path / "x").exists()
+
+
+def test_a_column_that_the_trace_lacks_is_asked_for_by_its_predictor(tmp_path):
+    model = ModelSpec("toy", LAYERS, EXPERTS, K)
+    ids = routes(steps=50).astype(np.uint16)
+    trace = Trace(model, tuple(RequestTrace(r, ids[:, r]) for r in range(REQUESTS)), "made by a test")
+    write_trace(tmp_path / "toy.parquet", trace)
+    shape = (f"model.n_layers={LAYERS}", f"model.n_experts={EXPERTS}", f"model.top_k={K}")
+    attention = f"model.attention=[{{kind:full,layers:{LAYERS},heads:16,kv_heads:16,head_dim:128}}]"
+    stored = ("workload=trace", f"workload.path={tmp_path / 'toy.parquet'}", "predictors=previous_token,finemoe")
+    with pytest.raises(UserError, match=r"no column scores, which FineMoE needs.*traces\.capture"):
+        precision.main([*SMALL, *shape, attention, *stored, f"out={tmp_path / 'x'}"])
 
 
 def test_nothing_depends_on_global_randomness():

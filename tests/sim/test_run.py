@@ -198,3 +198,8 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str], monkeypatch
     for path in compose.FOLDER.glob("[a-z]*/*.yaml"):
         assert path.stem in text
     assert "static_<sizes>" in text
+
+
+def test_cells_is_all_or_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--cells", "some") == 2
+    assert capsys.readouterr().err == "error: --cells some: expected all or failed\n"
