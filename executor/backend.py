@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from executor.experts import ExpertWeights
+from executor.live_predictor import LivePredictor
 from executor.model import Decoder, Routing
 from executor.reader import Completions, Posted
 from executor.sampling import Sampler
@@ -78,8 +79,9 @@ class TorchBackend:
 
     ``done``: the queue on which ``reader`` posts too.  ``routing``: where gates come from in replay
     (teacher-forced; mixing weights are recomputed for the imposed experts); None: the model's own
-    gates.  ``first_step``: the number of the first step for ``routing``.  ``paced_s``: the least
-    seconds a batch must take, so that this machine can stand in for another.
+    gates.  ``first_step``: the number of the first step for ``routing``.  ``predictor``: what
+    predicts from the model's own gates, if not the next gate (its time is the batch's).
+    ``paced_s``: the least seconds a batch must take, so that this machine can stand in for another.
     """
 
     def __init__(
@@ -92,12 +94,15 @@ class TorchBackend:
         sampler: Sampler,
         routing: RoutingSource | None = None,
         first_step: int = 0,
+        predictor: LivePredictor | None = None,
         paced_s: Callable[[Compute], float] | None = None,
     ) -> None:
         self.decoder, self.tokens = decoder, dict[RequestId, int]()
         self.times = HostTimes()
         self._slots, self._reader, self._done, self._sampler = slots, reader, done, sampler
         self._routing, self._step, self._paced_s = routing, first_step - 1, paced_s
+        self._predictor = predictor
+        decoder.shows_scores = predictor is not None and predictor.reads_scores
         self._work: queue.SimpleQueue[tuple[Compute, float] | Callable[[], Any] | None] = queue.SimpleQueue()
         self._stash: deque[Event] = deque()
         self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
@@ -268,10 +273,13 @@ class TorchBackend:
         self.times.foreign += routing.foreign
         if imposed is not None:
             return tuple(imposed)
+        predictions = routing.predicted
+        if self._predictor is not None:
+            predictions = self._predictor.predict(layer, requests, routing.chosen, routing.scores)
         base = layer * spec.n_experts
         return tuple(
             Gate(tuple([base + e for e in chosen]), predicted)
-            for chosen, predicted in zip(routing.chosen, routing.predicted, strict=True)
+            for chosen, predicted in zip(routing.chosen, predictions, strict=True)
         )
 
 

@@ -42,11 +42,13 @@ class Routing:
     ``chosen``: expert numbers within the layer, best first.  ``predicted``: experts (ids of the whole
     model) that the next layer's gate would choose on this layer's input, best first.  ``foreign``:
     how many of the chosen ones the model itself would not have chosen; 0 unless they were given.
+    ``scores``: the gate's probability of every expert of its layer; empty unless the decoder shows them.
     """
 
     chosen: list[list[int]]
     predicted: list[tuple[Prediction, ...]]
     foreign: int = 0
+    scores: Sequence[Sequence[float]] = ()
 
 
 @dataclass(slots=True)
@@ -77,7 +79,8 @@ class Decoder:
     """A model without its experts, decoding up to ``max_requests`` requests of up to ``max_tokens`` tokens.
 
     ``model``: from ``families.build_shared``.  ``predict``: how many experts of the next layer each
-    gate output predicts (0: none).  The caller enters ``torch.inference_mode`` and, on CUDA, the stream.
+    gate output predicts (0: none).  ``shows_scores``, which may be set at any time: whether routing brings all scores
+    of a gate to the host.  The caller enters ``torch.inference_mode`` and, on CUDA, the stream.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Decoder:
         self.device, self.dtype = embedding.device, embedding.dtype
         self.tile = tile_rows(self.device) if tile is None else tile
         self.max_requests, self.max_tokens, self.predict = max_requests, max_tokens, predict
+        self.shows_scores = False
         self.layers = [self.family.layer(m, config, i) for i, m in enumerate(model.model.layers)]
         self.states = [layer.new_state(max_requests, max_tokens, self.dtype, self.device) for layer in self.layers]
         self.requests: dict[RequestId, _Request] = {}
@@ -199,7 +203,7 @@ class Decoder:
         return self._routing(layer, members, rows, given)
 
     def _gate(self, layer: int, residual: Tensor, part: _Part, given: Given) -> Tensor:
-        """Gate one tile and keep its rows; returns what the host must know, [n, k (+ 2 x predict)]."""
+        """Gate one tile and keep its rows; returns what the host must know, [n, k (+ 2 x predict) (+ E)]."""
         block, k, n = self.layers[layer], self.spec.top_k, len(part.members)
         x = block.expert_input(residual)
         scores = block.scores(residual, x)
@@ -210,10 +214,13 @@ class Decoder:
         mix = torch.zeros_like(scores).scatter_(1, chosen, block.weights(scores, chosen))
         for kept, rows in ((self._residual, residual), (self._x, x), (self._mix, mix)):
             kept.index_copy_(0, part.index, rows[:n])
-        if not self._predicts(layer):
-            return own[:n]
-        ahead = self.layers[layer + 1].scores(residual, x).topk(self.predict, dim=-1)
-        return torch.cat([t[:n].double() for t in (own, ahead.indices, ahead.values)], dim=1)
+        answer = [own]
+        if self._predicts(layer):
+            ahead = self.layers[layer + 1].scores(residual, x).topk(self.predict, dim=-1)
+            answer += [ahead.indices, ahead.values]
+        if self.shows_scores:
+            answer.append(scores)
+        return torch.cat([t[:n].double() for t in answer], dim=1) if len(answer) > 1 else own[:n]
 
     def _routing(self, layer: int, members: list[_Request], rows: list[list[float]], given: Given) -> Routing:
         k, n_ahead = self.spec.top_k, self.predict
@@ -229,7 +236,8 @@ class Decoder:
                 for row in rows
             ]
         foreign = 0 if given is None else sum(len({*c} - {*o}) for c, o in zip(chosen, own, strict=True))
-        return Routing(chosen, predicted, foreign)
+        scores = [row[-self.spec.n_experts :] for row in rows] if self.shows_scores else ()
+        return Routing(chosen, predicted, foreign, scores)
 
     def _predicts(self, layer: int) -> bool:
         return self.predict > 0 and layer + 1 < len(self.layers)

@@ -1,14 +1,16 @@
-"""Routing for replay: what a journal's gates said, served again.
+"""Replay: what a journal's gates said, served again, and the commands that must follow.
 
 Owns the index over a journal.  Does not know whether a simulator or a machine wrote it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
-from policies.core.journal import Record
-from policies.core.messages import Compute, ComputeDone, Gate, StepBegin
+from policies.core.journal import Journal, Record
+from policies.core.messages import Command, Compute, ComputeDone, Event, Gate, StepBegin
 from policies.core.types import RequestId, UserError
 
 
@@ -44,3 +46,26 @@ class JournalRouting:
                 f"the journal has no gates of layer {layer} at its step {step} for requests {requests}; "
                 "replay it with the configuration that it was written with"
             ) from None
+
+
+class ReplayedJournal(Journal):
+    """A journal that must come out as another one did, its times aside."""
+
+    def __init__(self, path: Path, header: dict[str, Any], records: Iterable[Record]) -> None:
+        super().__init__(path, header)
+        self._expected = iter(records)
+        self._count = 0
+
+    def record(self, t_s: float, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        """Append one ``handle``.  Raises UserError if the journal that is replayed has another one here.
+
+        Without this, a run that takes another turn would wait for a completion that it never asked for.
+        """
+        super().record(t_s, events, commands)
+        self._count += 1
+        expected = next(self._expected, None)
+        if expected is None or (tuple(events), tuple(commands)) != (expected.events, expected.commands):
+            raise UserError(
+                f"record {self._count}: the journal has {expected and expected.commands}, this run decides "
+                f"{tuple(commands)}; replay it with the configuration that it was written with"
+            )

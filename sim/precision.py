@@ -27,7 +27,7 @@ from policies.core.types import ModelSpec, RequestId, UserError
 from policies.prefetch import Predictor
 from sim import coverage
 from traces import command
-from traces.calibration import Lesson, teach
+from traces.calibration import Lesson, require_columns, teach
 from traces.format import RequestTrace
 from traces.load import load_workload
 from traces.routing import TokenObservation
@@ -107,6 +107,7 @@ def measure(settings: Mapping[str, Settings], study: Study) -> Iterator[Row]:
         predictor = build_predictor(own, spec)
         if predictor is None:
             raise UserError(f"prefetch={name} predicts nothing; leave it out of predictors=")
+        require_columns(own, predictor)
         predictors[name] = predictor
     loaded = load_workload(first, spec, _Recorder(list(predictors.values())))
     spec, trace, steps, warmup = loaded.model, loaded.trace, int(first["steps"]), int(first["warmup"])

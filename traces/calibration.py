@@ -88,13 +88,33 @@ def teach(
     if not isinstance(predictor, Learner):
         return None
     node = dict((config.get("prefetch") or {}).get("learn") or {})
-    most, tokens = _count(node, "requests"), _count(node, "steps")
-    lessons = [Lesson(request, tokens) for request in _other_requests(predictor, config, node, model, trace, requests)]
-    lessons = lessons[:most]
+    lessons = _lessons(node, _other_requests(predictor, config, node, model, trace, requests))
     learnt = np.concatenate([windows(lesson.experts) for lesson in lessons])
     refuse_overlap(name, learnt, shown, "give prefetch.learn.path=FILE, a trace of other requests")
     predictor.learn(lessons)
     return {"requests": len(lessons), "tokens": sum(len(lesson.experts) for lesson in lessons)}
+
+
+def teach_for_live(predictor: NeedsColumns, config: Mapping[str, Any], model: ModelSpec) -> None:
+    """Let a predictor that learns see the trace ``prefetch.learn.path``, before requests that nobody has recorded yet.
+
+    Raises UserError if there is none, or if it does not fit.
+    """
+    if not isinstance(predictor, Learner):
+        return
+    node = dict((config.get("prefetch") or {}).get("learn") or {})
+    if not node.get("path"):
+        raise UserError(
+            f"{type(predictor).__name__} learns from a trace before a live run; give prefetch.learn.path=FILE, "
+            f"recorded by python -m traces.capture"
+        )
+    predictor.learn(_lessons(node, _requests_of_file(predictor, str(node["path"]), model)))
+
+
+def _lessons(node: Mapping[str, Any], requests: Sequence[RequestTrace]) -> list[Lesson]:
+    """As many requests and tokens of each as ``prefetch.learn`` asks for."""
+    tokens = _count(node, "steps")
+    return [Lesson(request, tokens) for request in requests[: _count(node, "requests")]]
 
 
 def _other_requests(  # noqa: PLR0917 - what there is to choose from
@@ -106,16 +126,7 @@ def _other_requests(  # noqa: PLR0917 - what there is to choose from
     tested: Sequence[RequestTrace],
 ) -> Sequence[RequestTrace]:
     if node.get("path"):
-        path = str(node["path"])
-        _require(type(predictor).__name__, predictor.columns, path)
-        other = TraceFile(path).read(columns=predictor.columns)
-        mine, theirs = ((spec.n_layers, spec.n_experts, spec.top_k) for spec in (model, other.model))
-        if mine != theirs:
-            raise UserError(
-                f"prefetch.learn.path={path} is a trace of {other.model.name} with (layers, experts, top-k) {theirs}, "
-                f"the run has {mine}; give a trace of the same model"
-            )
-        return [request for request in other.requests if request.n_decode]
+        return _requests_of_file(predictor, str(node["path"]), model)
     if config["workload"].get("path"):
         ids = {request.request for request in tested}
         rest = [request for request in trace.requests if request.n_decode and request.request not in ids]
@@ -138,6 +149,18 @@ def _other_requests(  # noqa: PLR0917 - what there is to choose from
         workload_preset(config["workload"], model), model, len(tested) + requests, steps, int(config["seed"]), columns
     )
     return everyone.requests[len(tested) :]
+
+
+def _requests_of_file(predictor: NeedsColumns, path: str, model: ModelSpec) -> list[RequestTrace]:
+    _require(type(predictor).__name__, predictor.columns, path)
+    other = TraceFile(path).read(columns=predictor.columns)
+    mine, theirs = ((spec.n_layers, spec.n_experts, spec.top_k) for spec in (model, other.model))
+    if mine != theirs:
+        raise UserError(
+            f"prefetch.learn.path={path} is a trace of {other.model.name} with (layers, experts, top-k) {theirs}, "
+            f"the run has {mine}; give a trace of the same model"
+        )
+    return [request for request in other.requests if request.n_decode]
 
 
 def workload_preset(node: Mapping[str, Any], model: ModelSpec) -> Preset:
