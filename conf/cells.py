@@ -63,12 +63,16 @@ def recorded(settings: Mapping[str, Any]) -> dict[str, Any]:
 def cell_name(settings: Mapping[str, Any]) -> str:
     """A readable slug and 12 digits of the hash of everything that decides the result.
 
-    A routing trace counts by its content too, so that a changed file is another cell.
+    Files that the result depends on (a routing trace, what a predictor learns from) count by their content too, so
+    that a changed file is another cell.
     """
     deciding = {key: value for key, value in settings.items() if key not in NOT_RESULTS}
     path = settings["workload"].get("path")
-    content = _digest(Path(str(path))) if path else None
-    text = json.dumps([deciding, content], sort_keys=True, separators=(",", ":"), allow_nan=False)
+    content = _digest("workload.path", path) if path else None
+    prefetch = settings.get("prefetch") or {}
+    files = {f"prefetch.{node}.path": (prefetch.get(node) or {}).get("path") for node in ("learn", "predictor")}
+    learnt = [_digest(key, file) for key, file in files.items() if file]
+    text = json.dumps([deciding, content, *learnt], sort_keys=True, separators=(",", ":"), allow_nan=False)
     cache = settings["cache"]
     size = f"{cache['slots']}slots" if cache["slots"] is not None else f"{cache['fraction']:g}"
     names = [str(settings[group]["name"]) for group in ("system", "model", "device", "workload")]
@@ -127,12 +131,13 @@ def _whole(settings: Mapping[str, Any], key: str, at_least: int) -> int:
     return value
 
 
-def _digest(path: Path) -> str:
+def _digest(key: str, file: object) -> str:
+    path = Path(str(file))
     try:
         stamp = path.stat()
         return _digest_of(path, stamp.st_mtime_ns, stamp.st_size)
     except OSError as error:
-        raise UserError(f"workload.path={path} cannot be read ({error.strerror}); give the path of a trace") from error
+        raise UserError(f"{key}={path} cannot be read ({error.strerror}); give the path of a file") from error
 
 
 @lru_cache
