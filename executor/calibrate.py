@@ -1,0 +1,278 @@
+"""From this machine and a pack to a device profile for the simulator: ``python -m executor.calibrate``.
+
+Owns which runs are made and what of them goes into the profile.  Job times come from the journals of real runs,
+so the profile holds what a run meets: products, attention, queues and the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from conf.cells import recorded
+from executor import host
+from executor.arguments import flag, parse, whole_number
+from executor.compose import settings_of
+from executor.experts import add_experts
+from executor.job_fit import JobSample, contention, fit_jobs, job_samples
+from executor.link_curve import check_rate, measure_curve, memory_bytes_per_s, pcie_bytes_per_s
+from executor.machine import set_threads
+from executor.model import Decoder
+from executor.profile import Calibration, LinkRun, profile, write_profile
+from executor.run import OpenRun
+from executor.sources import DiskSource
+from executor.store import ExpertStore
+from policies.core.journal import Record, read_journal
+from policies.core.messages import Fetch, FetchDone, StepBegin
+from policies.core.types import UserError
+
+USAGE = """\
+python -m executor.calibrate pack=DIR out=DIR [name=NAME] [concurrency=8] [steps=6] [context_tokens=256]
+                             [readers=8] [bytes_per_s=RATE] [allow_buffered=true]
+
+Measures this machine with a pack and writes a device profile and the pack's model for the simulator:
+
+  out/device/NAME.yaml   link by size and readers, job time by experts and requests, clocks, versions, spread
+  out/model/MODEL.yaml
+
+  python -m sim --config-dir out device=NAME model=MODEL concurrency=8
+
+  bytes_per_s   the link paced to this rate, instead of as fast as it goes
+"""
+
+WARMUP = 48
+"""Steps that fill the cache before a short run, all but ``settle`` of them in the core alone."""
+
+
+def systems(concurrency: int) -> tuple[str, ...]:
+    """Groups of all, of two and of one: what job times are fitted to."""
+    pairs = [2] * (concurrency // 2) + [1] * (concurrency % 2)
+    groupings = ("static_" + "_".join(map(str, sizes)) for sizes in (pairs, [1] * concurrency))
+    return tuple(dict.fromkeys(("llama_cpp_lfu", *groupings)))
+
+
+@dataclass(frozen=True, slots=True)
+class ShortRun:
+    """A few steps of one system, seen through its journal; seconds and bytes are sums over ``steps`` real steps."""
+
+    samples: list[JobSample]
+    steps: int
+    step_s: float
+    fetched_bytes: int
+    link_busy_s: float
+    expert_s: float
+    decoder: Decoder
+    clocks: dict[str, Any] | None
+
+    @property
+    def compute_s(self) -> float:
+        """Time in batches."""
+        return sum(sample.seconds for sample in self.samples)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What the link gave while it was busy."""
+        return self.fetched_bytes / self.link_busy_s if self.link_busy_s else 0.0
+
+    def rate_for(self, rho: float) -> float:
+        """The link's bytes a second at which fetching takes ``rho`` times as long as this run's computing."""
+        return self.fetched_bytes / (rho * self.compute_s)
+
+
+def short_run(
+    overrides: Sequence[str], steps: int, shared: Decoder | None = None, time_experts: bool = False
+) -> ShortRun:
+    """Run one system for ``steps`` steps after a warm-up.  Raises UserError if its reads were no device's.
+
+    ``time_experts``: then also time single experts in its slots.
+    """
+    (settings,) = settings_of([*overrides, f"steps={WARMUP + steps}", f"warmup={WARMUP}"])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal.jsonl.gz"
+        with OpenRun(recorded(settings), path, shared) as run:
+            run.decode()
+            alone_s = expert_seconds(run) if time_experts else 0.0
+        records = [record for record in read_journal(path)[1] if record.t_s > 0]
+    invalid = host.why_invalid(run.meter, run.link.mode.measures_disk)
+    if invalid and not run.machine.allow_buffered:
+        raise UserError(f"the calibration is invalid: {invalid[0]}")
+    begins = [r.t_s for r in records if isinstance(r.events[0], StepBegin)]
+    return ShortRun(
+        samples=job_samples(records),
+        steps=len(begins),
+        step_s=records[-1].t_s - begins[0],
+        fetched_bytes=sum(isinstance(c, Fetch) for r in records for c in r.commands) * run.store.stride,
+        link_busy_s=_link_busy_s(records),
+        expert_s=alone_s,
+        decoder=run.decoder,
+        clocks=run.clocks.describe(),
+    )
+
+
+def expert_seconds(run: OpenRun, at_once: int = 16, most: int = 256) -> float:
+    """Seconds that one more expert adds to a job: gather, products and sum over one tile, weights read from memory."""
+    decoder, weights = run.decoder, run.slots.weights
+    slots = [entry.slot for entry in run.core.cache.entries.values()][:most]
+    rows = decoder.tile
+    x = torch.randn(rows + 1, decoder.hidden, device=decoder.device).to(decoder.dtype)
+    out = torch.zeros(rows + 1, decoder.hidden, device=decoder.device)
+    mix = torch.full((rows + 1, at_once), 0.1, device=decoder.device)
+    users = {number: list(range(rows)) for number in range(at_once)}
+
+    def timed(chunk: Sequence[int]) -> float:
+        began = time.perf_counter()
+        add_experts(
+            out,
+            x,
+            mix,
+            users,
+            weights_of=lambda number: weights(chunk[number]),
+            activation=decoder.activation,
+            tile=decoder.tile,
+        )
+        if decoder.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    chunks = [slots[i : i + at_once] for i in range(0, len(slots) - at_once + 1, at_once)]
+    if not chunks:
+        raise UserError(f"the cache holds {len(slots)} experts, calibration needs {at_once}; use a larger one")
+    times = run.backend.call(lambda: [timed(chunk) for chunk in chunks])
+    return float(np.median(times)) / at_once
+
+
+def _link_busy_s(records: Sequence[Record]) -> float:
+    flying: set[int] = set()
+    busy_s, last_s = 0.0, records[0].t_s
+    for record in records:
+        busy_s += (record.t_s - last_s) * bool(flying)
+        last_s = record.t_s
+        flying -= {event.fetch for event in record.events if isinstance(event, FetchDone)}
+        flying |= {command.fetch for command in record.commands if isinstance(command, Fetch)}
+    return busy_s
+
+
+def calibrate(pack: str, overrides: Sequence[str], *, concurrency: int, steps: int, context_tokens: int) -> Calibration:
+    """Measure link and job times.  ``overrides``: further settings of the runs.
+
+    Raises UserError if a figure is above a physical limit, or the runs cannot be made.
+    """
+    store = ExpertStore.open(pack)
+    base = [f"pack={pack}", f"concurrency={concurrency}", "workload=chat", f"workload.context_tokens={context_tokens}"]
+    common = [*base, "link=raw", *overrides, f"cache.fraction={_fitting(store)}", "settle=1"]
+    mode = DiskSource(store)
+    direct = mode.mode.measures_disk
+    mode.close()
+    samples: list[JobSample] = []
+    experts_s: list[float] = []
+    shared: Decoder | None = None
+    clocks = None
+    for system in systems(concurrency):
+        run = short_run([*common, f"system={system}"], steps, shared, time_experts=True)
+        shared, clocks = run.decoder, run.clocks
+        samples += run.samples
+        experts_s.append(run.expert_s)
+    memory, pcie = memory_bytes_per_s(), pcie_bytes_per_s(store.experts_path)
+    fit = fit_jobs(samples, store.spec.n_layers, float(np.median(experts_s)))
+    if fit.expert_s > 0:
+        check_rate("an expert's products", store.expert_bytes / fit.expert_s, [("this machine's memory rate", memory)])
+    curve = measure_curve(store, direct=direct)
+    for point in curve:
+        what = f"reading with {point.readers} readers"
+        check_rate(what, point.bytes_per_s, [("the drive's PCIe link", pcie), ("this machine's memory rate", memory)])
+    return Calibration(tuple(curve), fit, tuple(samples), memory, pcie, clocks, context_tokens)
+
+
+def link_run(calibration: Calibration, overrides: Sequence[str], steps: int, n_layers: int) -> LinkRun:
+    """Bevy over the link for a few steps: the rate that it sees, and how much reading slows computing."""
+    run = short_run([*overrides, "system=bevy"], steps)
+    return LinkRun(run.bytes_per_s, contention(run.samples, calibration.fit, n_layers), "link=paced" in overrides)
+
+
+def _fitting(store: ExpertStore) -> float:
+    """The largest cache that takes up to half of the memory that is free."""
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        free = 4 << 30
+    return round(min(1.0, max(free / 2 / (store.n_total * store.stride), 2 * store.spec.top_k / store.n_total)), 4)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """The command, with its arguments; raises instead of exiting."""
+    keys = ("pack", "out", "name", "concurrency", "steps", "context_tokens", "readers", "bytes_per_s", "allow_buffered")
+    given = parse(arguments, keys)
+    for key in ("pack", "out"):
+        if key not in given:
+            raise UserError(f"{key}= is missing; --help shows the usage")
+    counts = {"concurrency": 8, "steps": 6, "context_tokens": 256, "readers": 8}
+    counts |= {key: whole_number(key, given[key], 1) for key in counts if key in given}
+    name = given.get("name", "calibrated")
+    buffered = flag("allow_buffered", given.get("allow_buffered", "false"))
+    store = ExpertStore.open(given["pack"])
+    common = [f"readers={counts['readers']}", f"allow_buffered={str(buffered).lower()}"]
+    pace = [f"bytes_per_s={given['bytes_per_s']}", "link=paced"] if "bytes_per_s" in given else ["link=raw"]
+    set_threads(None)
+    concurrency, context = counts["concurrency"], counts["context_tokens"]
+    found = calibrate(
+        given["pack"],
+        [*common, f"threads={torch.get_num_threads()}"],
+        concurrency=concurrency,
+        steps=counts["steps"],
+        context_tokens=context,
+    )
+    workload = [f"pack={given['pack']}", "workload=chat", f"workload.context_tokens={context}"]
+    settings = [*workload, *common, *pace, f"concurrency={concurrency}"]
+    link = link_run(found, settings, counts["steps"], store.spec.n_layers)
+    node = profile(name, store, found, link, readers=counts["readers"])
+    device, model = write_profile(Path(given["out"]), store, node)
+    print(describe(found, link))
+    print(f"{device}\n{model}")
+    print(f"python -m sim --config-dir {given['out']} device={name} model={model.stem} concurrency={concurrency}")
+
+
+def describe(found: Calibration, link: LinkRun) -> str:
+    """The profile in three lines."""
+    fit = found.fit
+    best = max(found.curve, key=lambda point: point.bytes_per_s)
+    alone = f"{best.bytes_per_s / 1e9:.2f} GB/s ({best.readers} readers of {best.size_bytes / 1e6:.2f} MB)"
+    job = " + ".join(
+        f"{1e3 * seconds:.3f} ms{what}"
+        for seconds, what in ((fit.layer_s, ""), (fit.expert_s, " an expert"), (fit.request_s, " a request"))
+    )
+    return "\n".join(
+        [
+            f"  link   {link.bytes_per_s / 1e9:.2f} GB/s in a run of Bevy; alone at most {alone}",
+            f"  job    {job}; head {1e3 * fit.head_s:.2f} ms; spread {fit.spread:.0%} over {fit.samples} jobs",
+            f"  beside a read a job takes {link.contention:.2f} times as long",
+        ]
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status: 0, 2 for bad input or a figure above a physical limit, 130 if interrupted."""
+    if not arguments or {"--help", "-h"} & set(arguments):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    try:
+        run(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,175 @@
+"""The parts of this machine that a run uses: its link from pack to slots, its threads, its clock.
+
+Owns which reader serves which combination of source and device.  Knows neither the core nor the model.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from executor.backend import Reader
+from executor.host import Probe
+from executor.pace import PacedLink
+from executor.reader import Completions, ReadCounters, ReaderPool, SlotLanding
+from executor.settings import MachineSettings
+from executor.slots import PinnedArena, SlotArena
+from executor.sources import MEMORY, DiskSource, ExpertSource, IoOps, MemorySource, ReadMode, page_aligned
+from executor.store import ExpertStore
+from policies.core.messages import Command, Event
+from policies.core.types import UserError
+
+
+class ClosableReader(Reader, Protocol):
+    """A reader that counts and can be closed."""
+
+    counters: ReadCounters
+
+    def close(self) -> None:
+        """Join its threads."""
+        ...
+
+
+@dataclass(slots=True)
+class Link:
+    """Everything between the pack and the slots."""
+
+    reader: ClosableReader
+    mode: ReadMode
+    _source: ExpertSource | None
+    _paced: PacedLink | None
+    _arenas: tuple[PinnedArena, ...] = ()
+
+    @property
+    def counters(self) -> ReadCounters:
+        """What was read."""
+        return self.reader.counters
+
+    @property
+    def late_share(self) -> float | None:
+        """Share of the reads that a paced link could not hold to its rate; None for a raw link."""
+        if self._paced is None:
+            return None
+        return self._paced.late / max(1, self.counters.reads)
+
+    def close(self) -> None:
+        """Join the readers, then close the source, then free pinned memory."""
+        self.reader.close()
+        if self._source is not None:
+            self._source.close()
+        for arena in self._arenas:
+            arena.close()
+
+
+def open_link(
+    store: ExpertStore, arena: SlotArena, machine: MachineSettings, done: Completions, ops: IoOps | None = None
+) -> Link:
+    """Start the readers that ``machine`` asks for.
+
+    Raises:
+        UserError: reads would not come from the device, and ``allow_buffered`` is false.
+    """
+    cuda = arena.device.type == "cuda"
+    paced = PacedLink(machine.bytes_per_s) if machine.bytes_per_s is not None else None
+    if machine.store == "ram" and cuda:
+        return _pinned_pack(store, arena, done, paced)
+    source: ExpertSource
+    if machine.store == "ram":
+        source = MemorySource(store, page_aligned(store.n_total * store.stride))
+    else:
+        source = DiskSource(store, ops=ops)
+        if not source.mode.measures_disk and not machine.allow_buffered:
+            mode = source.mode
+            source.close()
+            why = mode.reason or f"the pack lies on {mode.file_system}, which is memory"
+            raise UserError(
+                f"direct reads from {store.experts_path} are not possible ({why}), so times would not be a disk's; "
+                "put the pack on a disk, or add allow_buffered=true for a run that is marked invalid"
+            )
+    pinned: tuple[PinnedArena, ...] = ()
+    landing: Any = SlotLanding(arena.buffers, done)
+    if cuda:
+        from executor.copier import CudaCopier  # noqa: PLC0415
+
+        pinned = (PinnedArena(machine.readers, store.stride),)
+        landing = CudaCopier(arena, pinned[0], done)
+    reader = ReaderPool(source, landing, done, readers=machine.readers, link=paced, verify=machine.verify_reads)
+    return Link(reader, source.mode, source, paced, pinned)
+
+
+def _pinned_pack(store: ExpertStore, arena: SlotArena, done: Completions, paced: PacedLink | None) -> Link:
+    from executor.copier import CudaCopier, MemoryReader  # noqa: PLC0415
+
+    if paced is not None:
+        raise UserError("link=paced with store=ram on a GPU: the copies are not paced; use store=disk or link=raw")
+    pack = PinnedArena(store.n_total, store.stride)
+    MemorySource(store, pack.memory)
+    reader = MemoryReader(pack, CudaCopier(arena, None, done))
+    return Link(reader, ReadMode(MEMORY, MEMORY, "", "memory"), None, None, (pack,))
+
+
+def set_threads(threads: int | None) -> int:
+    """Set torch's threads; None: one for each CPU, or one where the CPUs are so busy that this is faster.
+
+    Must come before the compute thread starts.  Returns the number.
+    """
+    if threads is None:
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        taken_s = {}
+        probe = Probe(megabytes=16)
+        for count in sorted({1, cpus}):
+            torch.set_num_threads(count)
+            probe.run(1)
+            taken_s[count] = probe.run(3)
+        threads = min(taken_s, key=lambda count: taken_s[count])
+    torch.set_num_threads(threads)
+    return threads
+
+
+class OwnClock:
+    """A Backend whose clock stands while others have their turn, and that measures the driver's own time.
+
+    ``busy_s``: seconds between an event's arrival and the next wait: core, journal, submission; ``calls`` of them.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._lost_s = 0.0
+        self._paused_at = inner.now()
+        self._asked: float | None = None
+        self.busy_s = 0.0
+        self.calls = 0
+
+    def resume(self) -> None:
+        """The turn begins."""
+        self._lost_s += self._inner.now() - self._paused_at
+
+    def pause(self) -> None:
+        """The turn is over."""
+        self._paused_at = self._inner.now()
+
+    def now(self) -> float:
+        """Seconds of own turns so far."""
+        self._asked = time.perf_counter()
+        return float(self._inner.now() - self._lost_s)
+
+    def submit(self, command: Command) -> None:
+        """Start a command."""
+        self._inner.submit(command)
+
+    def wait(self) -> list[Event]:
+        """The inner backend's next events."""
+        if self._asked is not None:
+            self.busy_s += time.perf_counter() - self._asked
+            self.calls += 1
+            self._asked = None
+        events: list[Event] = self._inner.wait()
+        return events
+
+    def idle(self, until_s: float) -> None:
+        """Sleep until ``until_s`` of this clock."""
+        self._inner.idle(until_s + self._lost_s)
