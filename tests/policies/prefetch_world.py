@@ -51,7 +51,7 @@ def choose(scores, top_k):
     return np.argsort(-scores, axis=-1, kind="stable")[..., :top_k].astype(np.uint16)
 
 
-def random_request(rng, tokens, layers, experts, top_k, number=0, **columns):  # noqa: PLR0917
+def random_request(rng, tokens, layers, experts, top_k, number=0, **columns):
     """Independent uniform routing."""
     return Request(choose(rng.random((tokens, layers, experts)), top_k), columns, number)
 
