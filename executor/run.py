@@ -23,6 +23,7 @@ from conf import rundir
 from executor import host
 from executor.backend import TorchBackend
 from executor.generate import Completion, Generation, resident_in
+from executor.live_predictor import live_predictor
 from executor.machine import Link, OwnClock, open_link, set_threads
 from executor.model import Decoder
 from executor.prefill import Prefill, scratch_slots
@@ -59,7 +60,7 @@ def validate(settings: Mapping[str, Any]) -> None:
         raise UserError("torch_device=cuda, but torch sees no GPU; set torch_device=cpu")
     if machine.mode == "live":
         load_prompts(store, machine.prompts, settings["concurrency"], machine.prompt_tokens, settings["seed"])
-        _predicted(settings, store.spec)
+        live_predictor(settings, store.spec)
 
 
 def check_model(settings: Mapping[str, Any], store: ExpertStore) -> None:
@@ -110,7 +111,8 @@ class OpenRun:
     def _open(self, stack: ExitStack) -> None:
         settings, machine, store = self.settings, self.machine, self.store
         spec, loaded, max_tokens = self._requests()
-        predict = _predicted(settings, spec) if machine.mode == "live" else 0
+        live = machine.mode == "live"
+        predict = _predicted(settings, spec) if live else 0
         if self._shared is None:
             set_threads(machine.threads)
             self.decoder = open_decoder(store, settings["concurrency"], max_tokens, machine.torch_device, predict)
@@ -119,7 +121,7 @@ class OpenRun:
             self.decoder = Decoder(self._shared.model, settings["concurrency"], max_tokens, predict=predict)
         self.core = build_core(settings, spec, machine.in_flight)
         capacity = cache_slots(settings, spec)
-        scratch = scratch_slots(capacity, machine.readers) if machine.mode == "live" else range(0)
+        scratch = scratch_slots(capacity, machine.readers) if live else range(0)
         arena = SlotArena(store, capacity + len(scratch), self.decoder.device)
         done: Any = queue.SimpleQueue()
         self.link: Link = open_link(store, arena, machine, done)
@@ -136,6 +138,7 @@ class OpenRun:
                 sampler=self._sampler(),
                 routing=routing,
                 first_step=instant,
+                predictor=live_predictor(settings, spec) if live else None,
             )
         )
         self.clock = OwnClock(self.backend)
@@ -234,15 +237,10 @@ class Turn:
 
 
 def _predicted(settings: Mapping[str, Any], spec: ModelSpec) -> int:
-    """How many experts the model's own gates predict for the next layer, in live mode."""
+    """How many experts the model's own gates predict for the next layer, in live mode; 0 for other predictors."""
     predictor = build_predictor(settings, spec)
-    if predictor is None:
-        return 0
     if not isinstance(predictor, NextGate) or predictor.distance != 1:
-        raise UserError(
-            f"mode=live predicts with the next layer's gate only, not with {type(predictor).__name__}; use "
-            "prefetch=next_gate, or mode=replay"
-        )
+        return 0
     overfetch = float(settings["prefetch"]["predictor"]["overfetch"])
     return min(spec.n_experts, math.ceil(overfetch * spec.top_k))
 

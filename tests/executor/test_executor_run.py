@@ -75,9 +75,16 @@ def test_a_finished_cell_is_kept_and_a_comparison_reads_it(tiny, tmp_path, capsy
 
 def test_live_tokens_do_not_depend_on_the_system(tiny, tmp_path):
     tokens = []
-    for system in ("llama_cpp_lfu", "bevy_prefetch", "static_3_1"):
-        runs = tmp_path / system
-        assert main(quick(tiny, runs, *LIVE, f"system={system}", "prompt_tokens=6")) == 0
+    for number, system in enumerate(
+        (
+            ["system=llama_cpp_lfu"],
+            ["system=bevy_prefetch"],
+            ["system=static_3_1"],
+            ["system=bevy", "prefetch=previous_token"],
+        )
+    ):
+        runs = tmp_path / str(number)
+        assert main(quick(tiny, runs, *LIVE, *system, "prompt_tokens=6")) == 0
         lines = (the_run(runs) / "completions.jsonl").read_text().splitlines()
         tokens.append([json.loads(line)["tokens"] for line in lines])
         summary = summary_of(runs)
@@ -88,8 +95,13 @@ def test_live_tokens_do_not_depend_on_the_system(tiny, tmp_path):
             assert row["ended"] == "length"
             assert row["first_token_s"] > 0
             assert 0 < row["inter_token_s_p50"] <= row["inter_token_s_max"]
-    assert tokens[0] == tokens[1] == tokens[2]
+    assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
     assert [len(row) for row in tokens[0]] == [8] * 4
+
+
+def test_a_live_run_refuses_a_predictor_that_needs_the_future(tiny, tmp_path, capsys):
+    assert main(quick(tiny, tmp_path, *LIVE, "system=bevy", "prefetch=oracle", "prompt_tokens=6")) == 2
+    assert "needs the future" in capsys.readouterr().err
 
 
 def test_prompts_come_from_a_file(tiny, tmp_path, capsys):
