@@ -36,6 +36,7 @@ def summarise(run: OpenRun, metrics: Mapping[str, Any]) -> dict[str, Any]:
         "cache_fraction": slots / spec.n_total,
         "cache_slots": slots,
         "runahead": core.runahead,
+        "layers_in_waves": core.layers_in_waves,
         "mode": "live" if live else "replay",
         "link": machine.link_name,
         "pack": {

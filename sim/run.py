@@ -21,6 +21,7 @@ from tqdm import tqdm
 from conf import rundir
 from conf.models import ModelConfig
 from policies.build import build_core, build_predictor, cache_slots
+from policies.core.core import DecisionCore
 from policies.core.driver import drive
 from policies.core.journal import Journal
 from policies.core.messages import Command, Compute, Event, Fetch, StepBegin
@@ -85,6 +86,7 @@ def simulate(settings: Mapping[str, Any], folder: Path, progress: bool, *, measu
         "cache_fraction": effective["cache_fraction"],
         "cache_slots": slots,
         "runahead": core.runahead,
+        "layers_in_waves": core.layers_in_waves,
         "requested": {key: requested[key] for key in differ},
         "effective": {key: effective[key] for key in differ},
         "device_constants": device.describe(),
@@ -92,7 +94,7 @@ def simulate(settings: Mapping[str, Any], folder: Path, progress: bool, *, measu
         "predictor": paid,
         **metrics,
         "warnings": [
-            *_warnings(core.runahead, steps.count, settings["steps"]),
+            *_warnings(core, steps.count, settings["steps"]),
             *loaded.warnings,
             *metrics["warnings"],
             *device.warnings(),
@@ -104,10 +106,14 @@ def simulate(settings: Mapping[str, Any], folder: Path, progress: bool, *, measu
     rundir.write_json(folder / "summary.json", summary)
 
 
-def _warnings(runahead: str, steps: int, requested_steps: int) -> list[str]:
+def _warnings(core: DecisionCore, steps: int, requested_steps: int) -> list[str]:
     lines = []
-    if runahead.startswith("off"):
-        lines.append(f"runahead {runahead}")
+    if core.runahead.startswith("off"):
+        lines.append(f"runahead {core.runahead}")
+    if core.layers_in_waves:
+        lines.append(
+            f"the experts of a layer exceeded the cache {core.layers_in_waves} times: the requests passed it in waves"
+        )
     if steps < requested_steps:
         lines.append(f"the workload ended after {steps} of {requested_steps} steps")
     return lines
