@@ -260,7 +260,7 @@ def test_ctrl_c_says_how_to_go_on(workers: int) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     finished = len(finished_cells())
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert errors.splitlines()[-1] == (
         f"stopped: {finished} of 3 cells are finished; the same command goes on from there"
     )
