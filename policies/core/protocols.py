@@ -5,6 +5,7 @@ A new policy is one class here or anywhere on the import path, and one YAML that
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from typing import Protocol
 
@@ -37,7 +38,7 @@ class JobOrder(Protocol):
         ...
 
 
-class EvictionPolicy:
+class EvictionPolicy(ABC):
     """Which expert leaves the cache.  Subclass it and give ``touch`` and ``victim``.
 
     The cache calls, in this order for every job: ``touch`` for each expert that is in the cache,
@@ -52,9 +53,9 @@ class EvictionPolicy:
     def observe(self, request: RequestId, gate: Gate) -> None:
         """A gate output, before any of its experts is touched."""
 
+    @abstractmethod
     def touch(self, expert: ExpertId, uses: int) -> None:
         """A job needs ``expert`` for ``uses`` of its requests, whether it is in the cache or not."""
-        raise NotImplementedError
 
     def admit(self, expert: ExpertId) -> None:
         """A prefetch of ``expert`` took a slot; nobody has asked for it yet."""
@@ -62,9 +63,9 @@ class EvictionPolicy:
     def release(self, expert: ExpertId) -> None:
         """``expert`` is resident and unpinned from now on: it may be a victim."""
 
+    @abstractmethod
     def victim(self, evictable: Container[ExpertId], incoming: ExpertId) -> ExpertId | None:
         """A member of ``evictable`` that makes room for ``incoming``; None if there is none."""
-        raise NotImplementedError
 
     def forget(self, expert: ExpertId) -> None:
         """``expert`` has left the cache."""
