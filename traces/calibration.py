@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from conf.paths import located
 from policies.core.types import ModelSpec, RequestId, UserError
 from policies.prefetch.learning import Learner, Taught, refuse_overlap, windows
 from traces.format import Array, RequestTrace, Trace, TraceError
@@ -153,7 +154,7 @@ def _other_requests(  # noqa: PLR0917 - what there is to choose from
 
 def _requests_of_file(predictor: NeedsColumns, path: str, model: ModelSpec) -> list[RequestTrace]:
     _require(type(predictor).__name__, predictor.columns, path)
-    other = TraceFile(path).read(columns=predictor.columns)
+    other = TraceFile(located(path)).read(columns=predictor.columns)
     mine, theirs = ((spec.n_layers, spec.n_experts, spec.top_k) for spec in (model, other.model))
     if mine != theirs:
         raise UserError(
@@ -171,7 +172,7 @@ def workload_preset(node: Mapping[str, Any], model: ModelSpec) -> Preset:
 
 
 def _require(name: str, columns: Sequence[str], path: str) -> None:
-    present = TraceFile(path).columns
+    present = TraceFile(located(path)).columns
     for column in columns:
         if column not in present:
             raise TraceError(

@@ -18,9 +18,9 @@ usage: python -m traces.capture model=DIR_OR_NAME dataset=sharegpt|swe_agent|tex
   repeat=true        take prompts again where there are too few
   prefill=false      leave the prompts' tokens out
   columns=A,B        columns beside the ids; hidden (boundary states) only on request
-                     (default weights,token_id,scores,next_scores_1,next_scores_2,next_scores_3)
-  next_norm=HOW      what a later gate is tried on: this layer's gate input (this), or the residual behind it in the
-                     later layer's norm (next); the same in families whose routers have a norm   (default this)
+                     (default weights,token_id,scores, and the next three gates: next_scores_1 to 3 on this gate's
+                     input, next_norm_scores_1 to 3 in their own layer's norm; where a router has a norm of its own,
+                     as in Gemma 4, the two are one and the second is left out)
   device=NAME        cuda | cpu                                                (default cuda if there is one)
   dtype=NAME         auto (the checkpoint's) | f32 | bf16 | f16                (default auto)
   overwrite=true     replace an existing trace
@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from policies.core.types import ModelSpec, UserError
 from traces.command import parse, run
 from traces.demo import MODEL
-from traces.format import COLUMN_DTYPES, NEXT_SCORES, Array
+from traces.format import COLUMN_DTYPES, NEXT_NORM_SCORES, NEXT_SCORES, Array
 from traces.lengths import read_lengths
 from traces.prompts import Conversation, Limits, Message, Prompt, Tally, Tokenizer, select
 from traces.sharegpt import read_sharegpt
@@ -55,14 +55,13 @@ READERS: dict[str, Callable[[str, Tally], Iterator[Conversation]]] = {
     "swe_agent": read_swe_agent,
     "text": read_text,
 }
-DEFAULT_COLUMNS = ("weights", "token_id", "scores", *NEXT_SCORES)
+DEFAULT_COLUMNS = ("weights", "token_id", "scores", *NEXT_SCORES, *NEXT_NORM_SCORES)
 LENGTHS = ("model", "full", "dataset")
 SMALL_HIDDEN = 256
 """Products of so few numbers take longer if several threads share them."""
 NEEDED = ("model", "dataset", "path", "out")
 CHOICES: dict[str, tuple[str, ...]] = {
     "dataset": tuple(READERS),
-    "next_norm": ("this", "next"),
     "dtype": ("auto", "f32", "bf16", "f16"),
 }
 
@@ -86,15 +85,9 @@ class Settings:
     repeat: bool = False
     prefill: bool = True
     columns: tuple[str, ...] = DEFAULT_COLUMNS
-    next_norm: str = "this"
     device: str = ""
     dtype: str = "auto"
     overwrite: bool = False
-
-    @property
-    def distance(self) -> int:
-        """How many layers ahead gates are tried."""
-        return max((at for at, name in enumerate(NEXT_SCORES, 1) if name in self.columns), default=0)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -180,15 +173,18 @@ def capture(settings: Settings, model: Any, tokenizer: Any) -> list[str]:
     import torch  # noqa: PLC0415
     from tqdm import tqdm  # noqa: PLC0415
 
-    from traces.hooks import RouterHooks, kind_of_scores  # noqa: PLC0415
+    from traces.hooks import RouterHooks, find_moe_layers, kind_of_scores, norms_differ  # noqa: PLC0415
 
     prompts, said = choose_prompts(settings, model, tokenizer)
+    if not norms_differ(find_moe_layers(model)) and {*NEXT_NORM_SCORES} & {*settings.columns}:
+        said.append("left out next_norm_scores_1 to 3: this model's routers have a norm of their own")
+        settings = replace(settings, columns=tuple(c for c in settings.columns if c not in NEXT_NORM_SCORES))
     steps = _steps(settings, prompts)
     name = "demo" if settings.model == "demo" else Path(settings.model).resolve().name
     hooks = RouterHooks(
         model,
-        distance=settings.distance,
-        next_norm="next" if settings.next_norm == "next" else "this",
+        distance=_farthest(NEXT_SCORES, settings.columns),
+        norm_distance=_farthest(NEXT_NORM_SCORES, settings.columns),
         hidden="hidden" in settings.columns,
     )
     out = Path(settings.out)
@@ -214,7 +210,6 @@ def capture(settings: Settings, model: Any, tokenizer: Any) -> list[str]:
             "lengths": settings.lengths if settings.lengths in LENGTHS else Path(settings.lengths).name,
             "dtype": str(model.dtype).removeprefix("torch."),
             "scores": kind_of_scores(hooks.layers[0].router, gates),
-            "next_norm": settings.next_norm,
         }
     bar.close()
     tokens = spool.write(
@@ -229,6 +224,11 @@ def capture(settings: Settings, model: Any, tokenizer: Any) -> list[str]:
     spool.remove()
     size = out.stat().st_size
     return [*said, f"wrote    {out} ({size:,} bytes): {len(prompts)} requests, {tokens} tokens of {name}"]
+
+
+def _farthest(names: Sequence[str], columns: Sequence[str]) -> int:
+    """How many layers ahead the columns look."""
+    return max((at for at, name in enumerate(names, 1) if name in columns), default=0)
 
 
 def _experts(gates: Any) -> int:

@@ -3,7 +3,8 @@
 usage: python -m traces.compare FILE [FILE ...]
 
 The ranges are those of Qwen3-30B and 3.6-35B, Gemma-4-26B, gpt-oss-20b, DeepSeek-V2-Lite and OLMoE (README has the
-sources).  Recall: share of a gate's experts among the k that the later gate ranks first on an earlier gate's input.
+sources).  Recall: share of a gate's experts among the k that the later gate ranks first on an earlier gate's input,
+or on the residual behind it in its own layer's norm.  Misses: of each of four requests in a cache of 30% with LFU.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from pathlib import Path
 import numpy as np
 
 from policies.core.types import UserError
-from traces import statistics
+from policies.eviction import LFU
+from traces import statistics, stragglers
 from traces.command import run
-from traces.format import NEXT_SCORES, Array, Trace
+from traces.format import NEXT_NORM_SCORES, NEXT_SCORES, Array, Trace
 from traces.trace_file import TraceFile
 
 LAGS = (1, 4, 16, 64)
 TOGETHER = 8
+STRAGGLING = "misses of lower, upper layers, r"
+STRAGGLING_STEPS = 256
 RANGES = {
     "hottest 10%": ".20 to .44",
     "hottest 30%": ".45 to .73",
@@ -32,8 +36,9 @@ RANGES = {
     "reuse at lag 64, in k/E": "1.8 to 5.2",
     "another request, in k/E": "1.4 to 2.9",
     "union of 8, of independent choice": ".85 to .92",
+    STRAGGLING: ".60 to .86",
 }
-"""Popularity of whole workloads; reuse and overlap of single requests' traces."""
+"""Popularity of whole workloads; reuse, overlap and misses of single requests' traces."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(file: TraceFile) -> dict[str, float]:
     """The statistics of one trace by name; what its requests or columns do not allow is left out."""
-    recorded = [name for name in NEXT_SCORES if name in file.columns]
+    recorded = [name for name in (*NEXT_SCORES, *NEXT_NORM_SCORES) if name in file.columns]
     trace = file.read(columns=recorded)
     chance = trace.model.top_k / trace.model.n_experts
     counts = statistics.popularity(trace)
@@ -69,17 +74,22 @@ def measure(file: TraceFile) -> dict[str, float]:
     if len(frequency) >= TOGETHER:
         independent = 1 - (1 - chance) ** TOGETHER
         found[f"union of {TOGETHER}, of independent choice"] = statistics.union_share(frequency, TOGETHER) / independent
-    for distance, name in enumerate(NEXT_SCORES, 1):
-        if name in recorded and distance < trace.model.n_layers:
-            found[f"recall of gate l + {distance}"] = float(recall(trace, distance).mean())
+    if sum(request.n_decode > 0 for request in trace.requests) >= stragglers.REQUESTS:
+        hangs_together = stragglers.straggling(trace, STRAGGLING_STEPS, 0, LFU)
+        if hangs_together is not None:
+            found[STRAGGLING] = float(hangs_together["halves"])
+    for names, norm in ((NEXT_SCORES, ""), (NEXT_NORM_SCORES, ", own norm")):
+        for distance, name in enumerate(names, 1):
+            if name in recorded and distance < trace.model.n_layers:
+                found[f"recall of gate l + {distance}{norm}"] = float(recall(trace, name, distance).mean())
     return found
 
 
-def recall(trace: Trace, distance: int) -> Array:
-    """Mean recall of gate l + ``distance`` by its scores on what gate l read, of decode tokens: [layers - distance]."""
+def recall(trace: Trace, column: str, distance: int) -> Array:
+    """Mean recall of gate l + ``distance`` by a column of scores at layer l, of decode tokens: [layers - distance]."""
     k, hits, tokens = trace.model.top_k, 0.0, 0
     for request in trace.requests:
-        scores = request.columns[NEXT_SCORES[distance - 1]][request.first_decode :, :-distance]
+        scores = request.columns[column][request.first_decode :, :-distance]
         best = np.argpartition(-scores.astype(np.float32), k - 1, axis=-1)[..., :k]
         true = request.decode[:, distance:]
         hits = hits + (best[..., :, None] == true[..., None, :]).any(-1).mean(-1).sum(0)

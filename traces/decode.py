@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from traces.format import DECODE, NEXT_SCORES, PREFILL, Array
+from traces.format import DECODE, NEXT_NORM_SCORES, NEXT_SCORES, PREFILL, Array
 from traces.hooks import Gates, RouterHooks
 
 FLUSH_STEPS = 16
@@ -127,6 +127,7 @@ def _columns(gates: Gates, columns: Collection[str], tokens: Tensor, phase: int 
         rows["phase"] = torch.full_like(tokens, phase)
     found = {"token_id": tokens, "weights": gates.weights, "scores": gates.scores, "hidden": gates.hidden}
     found |= dict(zip(NEXT_SCORES, gates.ahead, strict=False))
+    found |= dict(zip(NEXT_NORM_SCORES, gates.ahead_in_norm, strict=False))
     for name in columns:
         values = found[name]
         assert values is not None, f"the hooks were not asked for {name}"

@@ -27,6 +27,7 @@ the last layer for prompt tokens whose output nobody needs.  A decode token is c
 PREFILL, DECODE = 0, 1
 
 NEXT_SCORES = ("next_scores_1", "next_scores_2", "next_scores_3")
+NEXT_NORM_SCORES = ("next_norm_scores_1", "next_norm_scores_2", "next_norm_scores_3")
 
 COLUMN_DTYPES: dict[str, str] = {
     "phase": "uint8",  # [tokens] PREFILL or DECODE; a trace without it holds decode tokens only
@@ -36,6 +37,9 @@ COLUMN_DTYPES: dict[str, str] = {
     "next_scores_1": "float16",  # [tokens, layers, E] gate l + 1 applied to the gate input of layer l
     "next_scores_2": "float16",
     "next_scores_3": "float16",
+    "next_norm_scores_1": "float16",  # [tokens, layers, E] gate l + 1 applied to the residual behind that input, in
+    "next_norm_scores_2": "float16",  # the norm of layer l + 1; left out where routers have a norm of their own, since
+    "next_norm_scores_3": "float16",  # those read the residual itself and the two are one
     "hidden": "float16",  # [tokens, layers + 1, H] hidden states at the layer boundaries
 }
 """Optional columns, in the order in which a file stores them."""

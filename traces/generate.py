@@ -20,6 +20,7 @@ off a measured overlap (same request, other request, few or many steps apart).
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from math import comb
 from statistics import NormalDist
 
@@ -29,8 +30,9 @@ from numpy.typing import NDArray
 from policies.core.types import ModelSpec, UserError
 from traces.format import RequestTrace, Trace
 from traces.predictions import COLUMNS as PREDICTIONS
-from traces.predictions import next_gate_scores
+from traces.predictions import SharedErrors, next_gate_scores
 from traces.presets import Preset
+from traces.processes import remember
 
 Array = NDArray[np.float32]
 
@@ -54,8 +56,9 @@ class _Stream:
 class _Router:
     """The parts that all requests share, and how they become scores."""
 
-    def __init__(self, preset: Preset, model: ModelSpec, seed: int) -> None:
-        self.preset, self.model, self.seed = preset, model, seed
+    def __init__(self, preset: Preset, model: ModelSpec, seed: int, columns: tuple[str, ...]) -> None:
+        self.preset, self.model, self.seed, self.columns = preset, model, seed, columns
+        self._made: dict[tuple[int, int], RequestTrace] = {}
         rng = self.rng(0)
         popularity, habit, news = preset.shares(model.n_layers)
         normal = NormalDist()
@@ -96,8 +99,8 @@ class _Router:
         factor = np.exp(-(hard + p.step_spread * self.rng(3, number).standard_normal(tokens))).astype(np.float32)
         draws = self.rng(4, number).standard_normal((tokens, 3, p.hidden), dtype=np.float32)
         constant = np.float32(p.affinity**0.5) * self.affinity(number)
-        own = constant + np.float32(p.slow**0.5) * _remember(draws[:, 0], p.slow_memory)
-        fast = np.float32(p.fast**0.5) * _remember(draws[:, 1], p.fast_memory)
+        own = constant + np.float32(p.slow**0.5) * remember(draws[:, 0], p.slow_memory)
+        fast = np.float32(p.fast**0.5) * remember(draws[:, 1], p.fast_memory)
         return _Stream(factor, factor[:, None] * own + fast, draws[:, 2])
 
     def scores(self, stream: _Stream, noise: Array, first: int) -> Array:
@@ -110,9 +113,14 @@ class _Router:
         scores += stream.factor[part, None, None] * self.popularity
         return scores
 
-    def request(self, request: int, tokens: int, columns: tuple[str, ...]) -> RequestTrace:
-        """All tokens of one request."""
-        model, keep_scores = self.model, bool(columns)
+    def request(self, request: int, tokens: int) -> RequestTrace:
+        """All tokens of one request; made once, and read-only, because the cells of a sweep share it."""
+        if (request, tokens) not in self._made:
+            self._made[request, tokens] = self._make(request, tokens)
+        return self._made[request, tokens]
+
+    def _make(self, request: int, tokens: int) -> RequestTrace:
+        model, keep_scores = self.model, bool(self.columns)
         stream, rng = self.stream(request + 1, tokens), self.rng(5, request)
         experts = np.empty((tokens, model.n_layers, model.top_k), np.uint16)
         weights = np.empty(experts.shape, np.float16)
@@ -129,18 +137,21 @@ class _Router:
             experts[part], weights[part] = _choose(scores, model.top_k, self.preset.sharpness)
             if keep_scores:
                 kept[part] = scores
-        return RequestTrace(request, experts, {"weights": weights, **self._columns(request, kept, columns)})
+        arrays = {"weights": weights, **self._columns(request, kept)}
+        for made in (experts, *arrays.values()):
+            made.setflags(write=False)
+        return RequestTrace(request, experts, arrays)
 
-    def _columns(self, request: int, scores: Array, columns: tuple[str, ...]) -> dict[str, NDArray[np.float16]]:
+    def _columns(self, request: int, scores: Array) -> dict[str, NDArray[np.float16]]:
         out = {}
-        for column in columns:
+        for column in self.columns:
             if column == "scores":
                 out[column] = (scores * np.float32(self.preset.sharpness)).astype(np.float16)
             else:
                 distance = PREDICTIONS[column]
                 quality = self.preset.prediction_quality**distance
-                rng = self.rng(6, request, distance)
-                out[column] = next_gate_scores(scores, distance, quality, self.model.top_k, rng)
+                rng, shared = self.rng(6, request, distance), SharedErrors.draw(self.popularity, self.rng(7, distance))
+                out[column] = next_gate_scores(scores, distance, quality, self.model.top_k, rng, shared)
         return out
 
     def _opening(self) -> tuple[Array, Array]:
@@ -190,17 +201,22 @@ def generate(  # noqa: PLR0917 - what a run says of its workload, in the order o
         if column != "scores" and column not in PREDICTIONS:
             known = ", ".join(["scores", *PREDICTIONS])
             raise UserError(f"the synthetic router has no column {column}; it has {known}")
-    router = _Router(preset, model, seed)
+    router = _router(preset, model, seed, columns)
     return Trace(
         model=model,
         requests=tuple(
-            router.request(r, max(1, round(steps * (1 - length_spread * router.spread(r)))), columns)
-            for r in range(requests)
+            router.request(r, max(1, round(steps * (1 - length_spread * router.spread(r))))) for r in range(requests)
         ),
         source=f"synthetic router, preset {preset.name}",
         seed=seed,
         notes={"preset": asdict(preset)},
     )
+
+
+@lru_cache(maxsize=1)
+def _router(preset: Preset, model: ModelSpec, seed: int, columns: tuple[str, ...]) -> _Router:
+    """The last one is kept: neighbouring cells of a sweep differ in system, device or cache more often than in this."""
+    return _Router(preset, model, seed, columns)
 
 
 def distinct_experts(trace: Trace, n: int) -> float:
@@ -231,15 +247,6 @@ def _on_grid(values: Array) -> Array:
     """
     steps: Array = np.rint(values / GRID)
     return steps * GRID
-
-
-def _remember(draws: Array, memory: float) -> Array:
-    """AR(1) process of unit variance [tokens, hidden] from independent draws of the same shape."""
-    out = draws.copy()
-    kept, fresh = np.float32(memory), np.float32((1 - memory**2) ** 0.5)
-    for t in range(1, len(out)):
-        out[t] = kept * out[t - 1] + fresh * draws[t]
-    return out
 
 
 def _choose(scores: Array, top_k: int, sharpness: float) -> tuple[NDArray[np.uint16], NDArray[np.float16]]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,6 @@ from policies.core.types import UserError
 ROUTERS = ("gate", "router")
 NORM = "post_attention_layernorm"
 """The norm whose output routers read, in every family whose router has no norm of its own."""
-
-NextNorm = Literal["this", "next"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +51,21 @@ def find_moe_layers(model: nn.Module) -> list[MoeLayer]:
     return sorted(found, key=lambda layer: layer.index)
 
 
+def norms_differ(layers: Sequence[MoeLayer]) -> bool:
+    """Whether a later layer's norm gives its router something else to read than this layer's does.
+
+    Not where routers have a norm of their own, and so read the residual itself (Gemma 4).
+    """
+    own = any(hasattr(layer.router, "norm") for layer in layers)
+    return not own and all(hasattr(layer.block, NORM) for layer in layers)
+
+
 @dataclass(slots=True, eq=False)
 class Gates:
     """Values of one forward; every tensor is [T, layers, ...] on the model's device.  ``ids``: best first.
 
-    ``ahead[d - 1]``: scores of gate l + d on what gate l read, zeros in the last d layers.
+    ``ahead[d - 1]``: scores of gate l + d on what gate l read, zeros in the last d layers.  ``ahead_in_norm``: the same
+    on the residual behind it, in the norm of layer l + d.
     ``hidden``: [T, layers + 1, H], what enters each MoE layer and what leaves the last.
     """
 
@@ -65,35 +73,32 @@ class Gates:
     weights: Tensor
     scores: Tensor
     ahead: list[Tensor]
+    ahead_in_norm: list[Tensor]
     hidden: Tensor | None
 
 
 class RouterHooks:
     """Hooks on a model for as long as the context is open; ``take`` gives the values of the last forward.
 
-    ``distance``: how many later gates to try on each gate's input; ``next_norm``: that input as it is ("this"), or the
-    residual behind it in the later layer's norm ("next").  Routers with a norm of their own read the residual itself,
-    so the two are the same there.
+    ``distance``: how many later gates to try on each gate's input; ``norm_distance``: how many on the residual behind
+    it in the later layer's own norm, which must be 0 where ``norms_differ`` is False.
     """
 
-    def __init__(
-        self, model: nn.Module, *, distance: int = 0, next_norm: NextNorm = "this", hidden: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, *, distance: int = 0, norm_distance: int = 0, hidden: bool = False) -> None:
         self.layers = find_moe_layers(model)
         self.active = True
-        self._distance, self._hidden = distance, hidden
-        self._renorm = next_norm == "next" and distance > 0 and all(hasattr(m.block, NORM) for m in self.layers)
-        self._renorm = self._renorm and not any(hasattr(m.router, "norm") for m in self.layers)
+        self._distance, self._norm_distance, self._hidden = distance, norm_distance, hidden
         self._handles: list[Any] = []
         self._calls: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._ahead: dict[tuple[int, int], Tensor] = {}
+        self._ahead_in_norm: dict[tuple[int, int], Tensor] = {}
         self._residual: dict[int, Tensor] = {}
         self._boundary: dict[int, Tensor] = {}
 
     def __enter__(self) -> RouterHooks:
         for at, layer in enumerate(self.layers):
             self._handles.append(layer.router.register_forward_hook(self._on_router(at), with_kwargs=True))
-            if self._renorm:
+            if self._norm_distance:
                 norm = getattr(layer.block, NORM)
                 self._handles.append(norm.register_forward_pre_hook(self._on_norm(at)))
             if self._hidden:
@@ -120,20 +125,24 @@ class RouterHooks:
         ids, weights, scores = (torch.stack([call[i] for call in made], 1) for i in range(3))
         order = torch.argsort(scores.gather(-1, ids), dim=-1, descending=True, stable=True)  # some routers do not sort
         ids, weights = ids.gather(-1, order), weights.gather(-1, order)
-        ahead = []
-        for distance in range(1, self._distance + 1):
-            zeros = torch.zeros_like(made[0][2])
-            ahead.append(torch.stack([self._ahead.get((at, distance), zeros) for at in range(len(made))], 1))
+        zeros = torch.zeros_like(made[0][2])
+
+        def stacked(found: dict[tuple[int, int], Tensor], most: int) -> list[Tensor]:
+            places = range(len(made))
+            return [torch.stack([found.get((at, d), zeros) for at in places], 1) for d in range(1, most + 1)]
+
+        ahead = stacked(self._ahead, self._distance)
+        ahead_in_norm = stacked(self._ahead_in_norm, self._norm_distance)
         hidden = None
         if self._hidden:
             hidden = torch.stack([self._boundary[at] for at in range(len(made) + 1)], 1)
-        gates = Gates(ids, weights, scores, ahead, hidden)
+        gates = Gates(ids, weights, scores, ahead, ahead_in_norm, hidden)
         self.clear()
         return gates
 
     def clear(self) -> None:
         """Forget the last forward."""
-        for store in (self._calls, self._ahead, self._residual, self._boundary):
+        for store in (self._calls, self._ahead, self._ahead_in_norm, self._residual, self._boundary):
             store.clear()
 
     def _on_router(self, at: int) -> Any:
@@ -154,13 +163,12 @@ class RouterHooks:
             raise UserError(f"the router {layer.name} was called twice in one forward; give a model that calls it once")
         first, weights, ids = output
         self._calls[at] = (ids.detach(), weights.detach(), ranking(layer.router, first.detach()))
-        for distance in range(1, min(self._distance, len(self.layers) - 1 - at) + 1):
-            later = self.layers[at + distance]
-            seen = read
-            if self._renorm:
-                seen = getattr(later.block, NORM).forward(self._residual[at]).reshape(read.shape)
-            answer = later.router.forward(seen.detach())  # past its hook: this is no call of the model
-            self._ahead[at, distance] = ranking(later.router, answer[0].detach())
+        for distance, later in enumerate(self.layers[at + 1 :], 1):
+            if distance <= self._distance:
+                self._ahead[at, distance] = _tried(later.router, read)
+            if distance <= self._norm_distance:
+                seen = getattr(later.block, NORM).forward(self._residual[at])
+                self._ahead_in_norm[at, distance] = _tried(later.router, seen.reshape(read.shape))
 
     def _on_norm(self, at: int) -> Any:
         def hook(module: nn.Module, args: Sequence[Any]) -> None:
@@ -179,6 +187,11 @@ class RouterHooks:
     def _on_exit(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
         if self.active:
             self._boundary[len(self.layers)] = _rows(output[0] if isinstance(output, tuple) else output)
+
+
+def _tried(router: nn.Module, read: Tensor) -> Tensor:
+    """What a router would say; past its hook, for this is no call of the model."""
+    return ranking(router, router.forward(read.detach())[0].detach())
 
 
 def _rows(hidden: Tensor) -> Tensor:

@@ -11,14 +11,14 @@ Hit rates: one cache over all layers, its size a share of all experts; the union
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
 from policies.core.protocols import EvictionPolicy
-from policies.core.types import CapacityError, ExpertId, UserError
-from traces import statistics
+from policies.core.types import CapacityError, UserError
+from traces import statistics, stragglers
 from traces.command import parse, run, whole_number
 from traces.convert import layer_range
 from traces.format import Array, Trace
@@ -27,7 +27,6 @@ from traces.trace_file import TraceFile
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 LAGS = (1, 2, 4, 8, 16, 32, 64)
 TOGETHER = (1, 2, 4, 8, 12, 16)
-STRAGGLERS, STRAGGLER_FRACTION, STRAGGLER_GROUPS = 4, 0.3, 4
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     print("\n".join(["", *_popularity(trace), "", *_reuse(trace), *_overlap(trace, able)]))
     print("\n".join(["", *_hit_rates(trace, [b for b in (1, 8) if b <= able], steps, seed)]))
-    if able >= STRAGGLERS:
+    if able >= stragglers.REQUESTS:
         print("\n".join(["", *_stragglers(trace, steps, seed)]))
     return 0
 
@@ -140,62 +139,18 @@ def _hit_rates(trace: Trace, together: Sequence[int], steps: int, seed: int) -> 
 
 def _stragglers(trace: Trace, steps: int, seed: int) -> list[str]:
     from policies.eviction import LFU  # noqa: PLC0415
-    from policies.walk import walk  # noqa: PLC0415
 
-    model = trace.model
-    capacity = int(STRAGGLER_FRACTION * model.n_total)
-    groups = []
-    for group in range(STRAGGLER_GROUPS):
-        ids = statistics.lockstep(trace, STRAGGLERS, steps, seed + group)
-        watched = _Watched(LFU(), ids, model.n_total)
-        try:
-            walk(statistics.batches(ids), capacity, watched, batches_per_step=1)
-        except CapacityError:
-            return [f"stragglers: the union of {STRAGGLERS} requests exceeds a cache of {STRAGGLER_FRACTION:.0%}"]
-        groups.append(watched.misses[len(ids) // 2 :])
-    found = statistics.straggling(groups)
+    found = stragglers.straggling(trace, steps, seed, LFU)
+    together, size = stragglers.REQUESTS, f"{stragglers.FRACTION:.0%}"
+    if found is None:
+        return [f"stragglers: the union of {together} requests exceeds a cache of {size}"]
     return [
-        f"stragglers: misses of {STRAGGLERS} requests at {STRAGGLER_FRACTION:.0%}, LFU keep, {STRAGGLER_GROUPS} draws",
+        f"stragglers: misses of {together} requests at {size}, LFU keep, {stragglers.GROUPS} draws",
         _row("  correlation of lower and upper half of the layers", [_number(float(found["halves"]))]),
         _row("  coefficient of variation of a request's misses", [_number(float(found["variation"]))]),
         _row("  above the mean in layers 0-3, by rank there", [f"{x:+.1f}" for x in np.atleast_1d(found["early"])]),
         _row("  above the mean in all layers, by that rank", [f"{x:+.1f}" for x in np.atleast_1d(found["all"])]),
     ]
-
-
-class _Watched(EvictionPolicy):
-    """A policy that notes what each request misses, on a walk with one (step, layer) batch a "step".
-
-    ``ids``: [steps, requests, layers, k], what the walk looks up; ``misses``: int64 [steps, requests, layers].
-    """
-
-    def __init__(self, policy: EvictionPolicy, ids: Array, n_total: int) -> None:
-        self._policy, self._ids = policy, ids
-        self._resident = np.zeros(n_total, bool)
-        self.misses = np.zeros(ids.shape[:3], np.int64)
-
-    def begin_step(self, step: int) -> None:
-        """A batch is about to be looked up."""
-        at, layer = divmod(step, self._ids.shape[2])
-        self.misses[at, :, layer] = (~self._resident[self._ids[at, :, layer]]).sum(-1)
-
-    def touch(self, expert: ExpertId, uses: int) -> None:
-        """Every needed expert is touched, and so is in the cache."""
-        self._resident[expert] = True
-        self._policy.touch(expert, uses)
-
-    def release(self, expert: ExpertId) -> None:
-        """Pass on."""
-        self._policy.release(expert)
-
-    def victim(self, evictable: Container[ExpertId], incoming: ExpertId) -> ExpertId | None:
-        """Pass on."""
-        return self._policy.victim(evictable, incoming)
-
-    def forget(self, expert: ExpertId) -> None:
-        """It has left the cache."""
-        self._resident[expert] = False
-        self._policy.forget(expert)
 
 
 def _spread(by_layer: Array) -> list[str]:

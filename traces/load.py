@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from conf.paths import located
 from policies.core.types import ModelSpec, UserError
 from traces.calibration import require_columns, teach, workload_preset
 from traces.format import Trace
@@ -113,7 +114,7 @@ def _stored(
     path = node.get("path")
     if not path:
         raise UserError("workload.path is not set; give workload.path=FILE, a trace made by python -m traces.convert")
-    file = TraceFile(path)
+    file = TraceFile(located(path))
     shape, wanted = (file.model.n_layers, file.model.n_experts), (model.n_layers, model.n_experts)
     if shape != wanted:
         fitting = MODEL_OF_SHAPE.get(shape)

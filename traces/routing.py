@@ -14,6 +14,7 @@ import numpy as np
 
 from policies.core.messages import Gate, Prediction
 from policies.core.types import RequestId
+from policies.prefetch.predictor import ManyAtOnce
 from traces.format import Array, RequestTrace, Trace, TraceError
 
 
@@ -24,6 +25,13 @@ class Positions(Protocol):
     def positions(self) -> Mapping[RequestId, int]:
         """Row in its trace of each active request's current token."""
         ...
+
+
+STRETCH_TOKENS = 32
+"""Recorded tokens that a predictor is asked about at one time, if it can answer for many."""
+
+Foretold = list[list[tuple[Prediction, ...]]]
+"""[tokens][layers]"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +50,26 @@ class TokenObservation:
     def column(self, name: str) -> Array:
         """This token's entry of an optional column of the trace."""
         return np.asarray(self.trace.columns[name][self.position])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenStretch:
+    """Consecutive tokens of one request, from row ``position`` of its trace on."""
+
+    request: RequestId
+    position: int
+    tokens: int
+    trace: RequestTrace
+
+    @property
+    def experts(self) -> Array:
+        """[tokens, layers, k]."""
+        return self.trace.experts[self.position : self.position + self.tokens]
+
+    def column(self, name: str) -> Array:
+        """[tokens, ...]."""
+        whole: Array = self.trace.columns[name]
+        return whole[self.position : self.position + self.tokens]
 
 
 class TracePredictor(Protocol):
@@ -67,9 +95,11 @@ class TraceRouting:
                     )
         self._workload = workload
         self._predictor = predictor
+        self._many = predictor if isinstance(predictor, ManyAtOnce) else None
         self._requests = {request.request: request for request in trace.requests}
         self._offsets = (np.arange(trace.model.n_layers) * trace.model.n_experts)[:, None]
         self._packed: dict[RequestId, tuple[int, list[list[int]]]] = {}
+        self._foretold: dict[RequestId, tuple[int, Foretold]] = {}  # from which row on
 
     def gates(self, step: int, requests: tuple[RequestId, ...], layer: int) -> tuple[Gate, ...]:
         """One gate for each request, in their order; experts in router rank order."""
@@ -80,10 +110,8 @@ class TraceRouting:
             token = packed.get(request)
             if token is None or token[0] != position:
                 token = packed[request] = self._pack(request, position)
-            if self._predictor is None:
-                out.append(Gate(tuple(token[1][layer])))
-            else:
-                out.append(Gate(tuple(token[1][layer]), self._predict(self._predictor, request, position, layer)))
+            predicted = self._predict(self._predictor, request, position, layer) if self._predictor else ()
+            out.append(Gate(tuple(token[1][layer]), predicted))
         return tuple(out)
 
     def _pack(self, request: RequestId, position: int) -> tuple[int, list[list[int]]]:
@@ -95,4 +123,11 @@ class TraceRouting:
         self, predictor: TracePredictor, request: RequestId, position: int, layer: int
     ) -> tuple[Prediction, ...]:
         trace = self._requests[request]
+        if self._many is not None:
+            first, lists = self._foretold.get(request, (0, []))
+            if not first <= position < first + len(lists):
+                tokens = min(STRETCH_TOKENS, trace.n_tokens - position)
+                first, lists = position, self._many.predict_all(TokenStretch(request, position, tokens, trace))
+                self._foretold[request] = first, lists
+            return lists[position - first][layer]
         return predictor.predict(TokenObservation(request, position, layer, trace.experts[position], trace))

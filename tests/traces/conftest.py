@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from policies.core.types import ModelSpec
-from traces.format import RequestTrace, Trace
+from traces.format import NEXT_NORM_SCORES, NEXT_SCORES, RequestTrace, Trace
 
 MODEL = ModelSpec("toy", n_layers=3, n_experts=8, top_k=2)
 
@@ -45,7 +45,7 @@ def rich_trace() -> Trace:
             "weights": weights,
             "hidden": rng.random((tokens, layers + 1, hidden)).astype(np.float16),
         }
-        for name in ("scores", "next_scores_1", "next_scores_2", "next_scores_3"):
+        for name in ("scores", *NEXT_SCORES, *NEXT_NORM_SCORES):
             columns[name] = rng.random((tokens, layers, experts)).astype(np.float16)
         requests.append(RequestTrace(number * 10, ids, columns, prompt or None, number * 0.5, f"r{number}"))
     return Trace(MODEL, tuple(requests), "by hand", 7, (1, 2, 5), {"expert_bytes": [10, 20, 30]})

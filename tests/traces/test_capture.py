@@ -9,15 +9,15 @@ transformers = pytest.importorskip("transformers", reason="capture needs transfo
 from policies.core.types import UserError  # noqa: E402
 from traces.capture import Settings, capture, main, read_settings  # noqa: E402
 from traces.decode import Request, decode  # noqa: E402
-from traces.format import NEXT_SCORES  # noqa: E402
-from traces.hooks import NORM, RouterHooks, find_moe_layers  # noqa: E402
+from traces.format import NEXT_NORM_SCORES, NEXT_SCORES  # noqa: E402
+from traces.hooks import NORM, RouterHooks, find_moe_layers, norms_differ  # noqa: E402
 from traces.trace_file import TraceFile  # noqa: E402
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-ALL_COLUMNS = ("token_id", "weights", "scores", *NEXT_SCORES, "hidden")
+ALL_COLUMNS = ("token_id", "weights", "scores", *NEXT_SCORES, *NEXT_NORM_SCORES, "hidden")
 BASE = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -126,8 +126,10 @@ def test_ids_equal_an_independent_hooks(family):
     def give(number, part):
         rows.setdefault(number, []).append(part)
 
-    with torch.inference_mode(), RouterHooks(model, distance=3, hidden=True) as hooks:
-        list(decode(model, hooks, requests, give, columns=ALL_COLUMNS, prefill=True))
+    columns = [name for name in ALL_COLUMNS if family != "Gemma4" or name not in NEXT_NORM_SCORES]
+    norm_distance = 0 if family == "Gemma4" else 3
+    with torch.inference_mode(), RouterHooks(model, distance=3, norm_distance=norm_distance, hidden=True) as hooks:
+        list(decode(model, hooks, requests, give, columns=columns, prefill=True))
         layers = [layer.index for layer in hooks.layers]
     assert layers == list(range(DENSE.get(family, 0), model.config.num_hidden_layers))
     for number, (prompt, steps) in enumerate(zip(PROMPTS, STEPS, strict=True)):
@@ -141,38 +143,44 @@ def test_ids_equal_an_independent_hooks(family):
         np.testing.assert_array_equal(np.sort(got["experts"], -1), np.sort(ids, -1))
         ranked = np.take_along_axis(got["scores"], got["experts"].astype(int), -1)
         assert (np.diff(ranked, axis=-1) <= 0).all(), "not best first"
-        for name in ("scores", *NEXT_SCORES):
+        for name in {"scores", *NEXT_SCORES, *NEXT_NORM_SCORES} & {*columns}:
             assert got[name].shape[:2] == ids.shape[:2]
         assert got["hidden"].shape == (len(tokens), len(layers) + 1, 32)
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3", "Gemma4"])
-@pytest.mark.parametrize("variant", ["this", "next"])
-def test_next_scores_are_the_later_gates_on_this_layers_input(family, variant):
+def test_next_scores_are_the_later_gates_on_this_layers_input(family):
+    """Both norms in one forward: this layer's gate input, and the residual behind it in the later layer's own norm."""
     model = tiny(family)
     layers = find_moe_layers(model)
+    assert norms_differ(layers) == (family != "Gemma4")
     read, residual = {}, {}
     for at, layer in enumerate(layers):
         layer.router.register_forward_pre_hook(lambda m, a, at=at: read.__setitem__(at, a[0].clone()))
         getattr(layer.block, NORM).register_forward_pre_hook(lambda m, a, at=at: residual.__setitem__(at, a[0].clone()))
     tokens = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode(), RouterHooks(model, distance=3, next_norm=variant) as hooks:
+    norm_distance = 3 if norms_differ(layers) else 0
+    with torch.inference_mode(), RouterHooks(model, distance=3, norm_distance=norm_distance) as hooks:
         model(input_ids=tokens, use_cache=False)
         gates = hooks.take()
-        inputs = dict(read)
+        inputs, behind = dict(read), dict(residual)
+        assert (len(gates.ahead), len(gates.ahead_in_norm)) == (3, norm_distance)
         for at in range(len(layers)):
-            for distance in range(1, 4):
-                ahead = gates.ahead[distance - 1][:, at]
-                if at + distance >= len(layers):
-                    assert not ahead.any()
-                    continue
-                later = layers[at + distance]
-                x = inputs[at]
-                if variant == "next" and family != "Gemma4":
-                    x = getattr(later.block, NORM).forward(residual[at]).reshape(x.shape)
-                _, _, ids = later.router.forward(x)
-                best = ahead.topk(ids.shape[-1]).indices
-                assert torch.equal(best.sort(-1).values, ids.sort(-1).values)
+            for own_norm, found in enumerate((gates.ahead, gates.ahead_in_norm)):
+                for distance, scores in enumerate(found, 1):
+                    ahead = scores[:, at]
+                    if at + distance >= len(layers):
+                        assert not ahead.any()
+                        continue
+                    later = layers[at + distance]
+                    x = inputs[at]
+                    if own_norm:
+                        x = getattr(later.block, NORM).forward(behind[at]).reshape(x.shape)
+                    _, _, ids = later.router.forward(x)
+                    best = ahead.topk(ids.shape[-1]).indices
+                    assert torch.equal(best.sort(-1).values, ids.sort(-1).values)
+        if norm_distance:
+            assert not torch.allclose(gates.ahead[0][:, 0], gates.ahead_in_norm[0][:, 0])
 
 
 def test_hidden_states_are_those_of_transformers():
@@ -250,6 +258,20 @@ def test_a_capture_is_a_valid_trace_and_the_same_again(texts, tmp_path, prefill)
     assert [r.first_decode for r in trace.requests] == [r.prompt_tokens if prefill else 0 for r in trace.requests]
     assert trace.notes["scores"] == "sigmoid plus bias"
     assert not list(tmp_path.glob("*.parts"))
+
+
+def test_a_router_with_its_own_norm_has_one_variant(texts, tmp_path):
+    model = tiny("Gemma4")
+    said = capture(settings(texts, tmp_path / "g.parquet", columns=ALL_COLUMNS), model, Letters())
+    assert any("left out next_norm_scores_1 to 3" in line for line in said)
+    assert TraceFile(tmp_path / "g.parquet").columns == (
+        "phase",
+        "token_id",
+        "weights",
+        "scores",
+        *NEXT_SCORES,
+        "hidden",
+    )
 
 
 def test_a_broken_off_capture_goes_on(texts, tmp_path, monkeypatch):
