@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
 
 from policies.core.types import ExpertId, UserError
 from policies.eviction.smallest import SmallestFirst
 
 _NEVER = 1 << 62
+_SLACK = 1024
 
 
 class Belady(SmallestFirst):
@@ -50,6 +52,31 @@ class Belady(SmallestFirst):
         """Enter with its next use."""
         future = self._uses.get(expert)
         self._entries[expert] = (-future[-1] if future else -_NEVER, expert)
+
+    def lockstep(self, capacity: int) -> Callable[[Sequence[ExpertId]], int]:
+        """Whole batches for the untimed walk, one use of each expert: those of a batch are the last to leave."""
+        uses, pass_use = self._uses, self._pass_use
+        present: dict[ExpertId, int] = {}  # the next use, negative: the farthest is the smallest
+        heap: list[tuple[int, ExpertId]] = []  # entries that ``present`` does not confirm are out of date
+
+        def lookup(batch: Sequence[ExpertId]) -> int:
+            hits = sum([expert in present for expert in batch])
+            for _ in range(len(present) + len(batch) - hits - capacity):
+                use, expert = heappop(heap)
+                while present.get(expert) != use:
+                    use, expert = heappop(heap)
+                del present[expert]
+            if len(heap) > 2 * len(present) + _SLACK:
+                heap[:] = [(use, expert) for expert, use in present.items()]
+                heapify(heap)
+            for expert in batch:
+                pass_use(expert)
+                future = uses[expert]
+                use = present[expert] = -future[-1] if future else -_NEVER
+                heappush(heap, (use, expert))
+            return hits
+
+        return lookup
 
     def _pass_use(self, expert: ExpertId) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Literal, get_args
 
 from policies.core.messages import Gate
@@ -30,14 +31,23 @@ class FineMoEScore(SmallestFirst):
         self._probability: dict[ExpertId, float] = {}
         self._visits: dict[ExpertId, int] = {}
         self._released: set[ExpertId] = set()
+        self._moved: dict[ExpertId, None] = {}  # candidates whose place in the heap is that of an older probability
         self._tick = 0
 
     def observe(self, request: RequestId, gate: Gate) -> None:
-        """Take over the predicted probabilities; candidates move at once."""
+        """Take over the predicted probabilities; candidates move when somebody asks for a victim."""
         for expert, probability in gate.predicted:
             self._probability[expert] = probability
-            if expert in self._released:
-                self.release(expert)
+        self._moved.update(dict.fromkeys([expert for expert, _ in gate.predicted]))
+
+    def victim(self, evictable: Container[ExpertId], incoming: ExpertId) -> ExpertId | None:
+        """The candidate with the smallest score of the latest probabilities."""
+        if self._moved:
+            for expert in self._moved:
+                if expert in self._released:
+                    self.release(expert)
+            self._moved.clear()
+        return super().victim(evictable, incoming)
 
     def touch(self, expert: ExpertId, uses: int) -> None:
         """Count one visit, whatever the number of requests."""

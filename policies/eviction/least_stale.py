@@ -11,8 +11,9 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Container
 from typing import Literal, get_args
 
+from policies.core.messages import Gate
 from policies.core.protocols import EvictionPolicy
-from policies.core.types import ExpertId, UserError
+from policies.core.types import ExpertId, RequestId, UserError
 
 Order = Literal["spatial", "fifo"]
 LeftOrder = Literal["leftmost", "just_passed"]
@@ -41,8 +42,10 @@ class _Shelf:
 class LeastStale(EvictionPolicy):
     """Experts not used in this pass (*stale*) leave before those used in it (*current*).
 
-    A pass is a step; the current layer is the incoming expert's; a prefetched expert enters as
-    current.  Among the stale, and then among the current, ``order`` decides:
+    A pass is a step; the current layer is that of the latest gate, also for a prefetched expert, which enters as
+    current: a prefetch for the next layer must not push out what that layer is about to ask for.  (Until a gate of the
+    step is observed, the incoming expert's layer stands for it.)  Among the stale, and then among the current,
+    ``order`` decides:
 
     - ``spatial``: layers up to the current one first, then those beyond it, the farthest of them
       first; of the former the lowest layer first (``left_order=leftmost``) or the nearest, whose next
@@ -62,6 +65,7 @@ class LeastStale(EvictionPolicy):
         self._leftmost = left_order == "leftmost"
         self._stale = _Shelf()
         self._current = _Shelf()
+        self._layer: int | None = None  # of the latest gate
 
     def begin_step(self, step: int) -> None:
         """What was current becomes stale, behind what is stale already."""
@@ -69,6 +73,11 @@ class LeastStale(EvictionPolicy):
             self._stale.layers[layer].update(experts)
         self._stale.mask |= self._current.mask
         self._current = _Shelf()
+        self._layer = None
+
+    def observe(self, request: RequestId, gate: Gate) -> None:
+        """The computation has come to the gate's layer."""
+        self._layer = gate.experts[0] // self._experts_a_layer
 
     def touch(self, expert: ExpertId, uses: int) -> None:
         """Make it current, and the most recent of its layer."""
@@ -87,7 +96,8 @@ class LeastStale(EvictionPolicy):
 
     def victim(self, evictable: Container[ExpertId], incoming: ExpertId) -> ExpertId | None:
         """The first member of ``evictable`` in the order of the class."""
-        passed = (2 << incoming // self._experts_a_layer) - 1  # bits of layers up to the current one
+        layer = incoming // self._experts_a_layer if self._layer is None else self._layer
+        passed = (2 << layer) - 1  # bits of layers up to the current one
         for shelf in (self._stale, self._current):
             for mask, lowest_first in ((shelf.mask & passed, self._leftmost), (shelf.mask & ~passed, False)):
                 left = mask

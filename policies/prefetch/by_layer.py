@@ -65,7 +65,9 @@ class ByLayer:
     def _take_in(self, view: PrefetchView) -> None:
         """Read the gates that came since, and drop the layers that everybody has reached."""
         jobs = view.jobs
-        lowest = min((job.layer for job in jobs), default=0)
+        lowest = min([job.layer for job in jobs], default=0)
+        if lowest == self._lowest and (not jobs or jobs[-1].id == self._last_job):
+            return
         if lowest < self._lowest:  # a new step
             self._scores, self._ranked, self._offered = {}, {}, {}
         self._lowest = lowest
@@ -78,7 +80,7 @@ class ByLayer:
                     scores = self._scores.setdefault(layer, {})
                     scores[expert] = scores.get(expert, 0.0) + score
                     self._ranked.pop(layer, None)
-        self._last_job = max((job.id for job in jobs), default=self._last_job)
+            self._last_job = job.id
         for layer in [layer for layer in self._scores if layer <= lowest]:
             del self._scores[layer]
             self._ranked.pop(layer, None)

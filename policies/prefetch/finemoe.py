@@ -13,25 +13,44 @@ from policies.core.messages import Prediction
 from policies.core.types import RequestId, UserError
 from policies.prefetch.cost import Cost
 from policies.prefetch.learning import Example
-from policies.prefetch.listing import best, checked_count, softmax
-from policies.prefetch.predictor import FloatArray, Observation
+from policies.prefetch.listing import best_of_layers, checked_count, leading, softmax
+from policies.prefetch.predictor import FloatArray, Observation, Stretch
 
 Rule = Literal["paper", "released"]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 BAND_CONSTANT = 1e-6
 """The released code adds it to every expert of the band, and so queues them all."""
 
 
+class _Search:
+    """The gates of some tokens so far against all stored ones."""
+
+    def __init__(self, tokens: int, maps: int) -> None:
+        self._products = np.zeros((tokens, maps), np.float32)
+        self._cosines = np.empty_like(self._products)  # times the length of the token's own rows
+        self._squared = np.zeros(tokens)  # that length, squared
+
+    def step(self, rows: FloatArray, maps: FloatArray, lengths: FloatArray) -> tuple[Ints, Floats]:
+        """The best map after one more layer, and its cosine [tokens].
+
+        ``rows`` [tokens, experts] and ``maps`` [maps, experts]: that layer's; ``lengths`` [maps]: of the rows up to it.
+        """
+        self._products += rows @ maps.T
+        self._squared += np.square(rows).sum(axis=1)
+        np.divide(self._products, lengths, out=self._cosines)
+        match = self._cosines.argmax(axis=1)
+        return match, np.take_along_axis(self._cosines, match[:, None], axis=1)[:, 0] / np.sqrt(self._squared)
+
+
 @dataclass(slots=True)
 class _Trajectory:
-    """One token's gates so far against all stored ones."""
+    """One token's gates so far."""
 
     position: int
-    layers: int  # how many layers the products cover
-    products: FloatArray  # [maps]
-    match: list[int]  # best map after each layer
-    similarity: list[float]
-    squared: float  # length of the token's own rows, squared
+    search: _Search
+    matches: list[tuple[Ints, Floats]]  # after each layer
 
 
 class FineMoE:
@@ -104,70 +123,78 @@ class FineMoE:
 
     def predict(self, observation: Observation) -> tuple[Prediction, ...]:
         """The listed experts of the target layers."""
-        layer, distance = observation.layer, self.distance
-        if self._released:
-            targets = range(layer + 1 + distance, self._n_layers)
-        elif layer == 0:
-            targets = range(1, min(1 + distance, self._n_layers))
-        else:
-            targets = range(layer + distance, min(layer + distance + 1, self._n_layers))
-        if not targets:
-            return ()
-        trajectory = self._follow(observation)
-        match, delta = trajectory.match[layer], min(max(1 - trajectory.similarity[layer], 0.0), 1.0)
-        rows = self._maps[targets.start : targets.stop, match]
-        if self._released:
-            scores = np.stack([self._kept(row, delta, "right") for row in rows]) + np.float32(BAND_CONSTANT)
-            scores *= (1 - np.arange(len(rows), dtype=np.float32) / (self._n_layers + 1))[:, None]
-            return best(scores.ravel(), targets.start * self._n_experts, self._listed)
-        predictions: list[Prediction] = []
-        for target, row in zip(targets, rows, strict=True):
-            kept = self._kept(row, delta, "left") / np.float32(target - layer)
-            predictions += best(kept, target * self._n_experts, min(int(np.count_nonzero(kept)), self._listed))
-        return tuple(sorted(predictions, key=lambda item: -item[1]))
+        targets = self._targets(observation.layer)
+        return self._listed_experts(observation.layer, *self._match(observation))[0] if targets else ()
+
+    def predict_all(self, stretch: Stretch) -> list[list[tuple[Prediction, ...]]]:
+        """See ``ManyAtOnce``: one matrix product a layer."""
+        rows = softmax(stretch.column("scores"))  # [tokens, layers, experts]
+        search = _Search(len(rows), self._maps.shape[1])
+        layers = [layer for layer in range(self._n_layers) if self._targets(layer)]
+        by_layer = [
+            self._listed_experts(layer, *search.step(rows[:, layer], self._maps[layer], self._lengths[layer]))
+            for layer in layers
+        ]
+        silent: list[tuple[Prediction, ...]] = [()] * (self._n_layers - len(layers))
+        return [[*lists, *silent] for lists in zip(*by_layer, strict=True)]
 
     def scores(self, observation: Observation, target_layer: int) -> FloatArray:
         """The matched map's probabilities."""
-        match = self._follow(observation).match[observation.layer]
-        row: FloatArray = self._maps[target_layer, match]
+        match, _ = self._match(observation)
+        row: FloatArray = self._maps[target_layer, match[0]]
         return row
 
     def all_scores(self, request: Example) -> FloatArray:
-        """``scores`` of every token from each layer l for layer l + distance [tokens, layers, experts], zero before it.
-
-        The same search with one matrix product a layer.
-        """
+        """``scores`` of every token from layer l for layer l + distance [tokens, layers, experts], zero before it."""
         rows = softmax(request.column("scores"))  # [tokens, layers, experts]
         out = np.zeros_like(rows)
-        products = np.zeros((len(rows), self._maps.shape[1]), np.float32)
+        search = _Search(len(rows), self._maps.shape[1])
         for layer in range(self._n_layers - self.distance):
-            products += rows[:, layer] @ self._maps[layer].T
-            match = (products / self._lengths[layer]).argmax(axis=1)
+            match, _ = search.step(rows[:, layer], self._maps[layer], self._lengths[layer])
             out[:, layer + self.distance] = self._maps[layer + self.distance, match]
         return out
 
-    def _kept(self, row: FloatArray, delta: float, side: Literal["left", "right"]) -> FloatArray:
-        """``row`` with all but the listed experts at zero."""
-        order = np.argsort(-row, kind="stable")
-        below = int(np.searchsorted(row[order].cumsum(), delta, side))
-        count = max(self._top_k, below if side == "right" else below + 1)
-        kept = np.zeros_like(row)
-        kept[order[:count]] = row[order[:count]]
-        return kept
+    def _targets(self, layer: int) -> range:
+        """The layers that are predicted after the gate of ``layer``."""
+        if self._released:
+            return range(layer + 1 + self.distance, self._n_layers)
+        first = layer + self.distance if layer else 1
+        return range(first, min(layer + self.distance + 1, self._n_layers))
 
-    def _follow(self, observation: Observation) -> _Trajectory:
-        """The token's trajectory up to the observed layer."""
+    def _listed_experts(self, layer: int, match: Ints, similarity: Floats) -> list[tuple[Prediction, ...]]:
+        """The listed experts of all target layers for each token, by its best map and the cosine [tokens]."""
+        targets = self._targets(layer)
+        rows = self._maps[targets.start : targets.stop, match].transpose(1, 0, 2)  # [tokens, targets, experts]
+        order = leading(rows, self._n_experts)
+        sums = np.take_along_axis(rows, order, axis=-1).cumsum(axis=-1)
+        delta = np.clip(1 - similarity, 0, 1)[:, None, None]
+        below = (sums <= delta if self._released else sums < delta).sum(axis=-1, keepdims=True)
+        count = np.maximum(self._top_k, below if self._released else below + 1)
+        if not self._released:
+            count = np.minimum(count, self._listed)
+        kept = np.zeros_like(rows)
+        np.put_along_axis(kept, order, np.arange(self._n_experts) < count, axis=-1)
+        kept *= rows
+        steps = np.arange(len(targets), dtype=np.float32)[:, None]
+        if self._released:
+            kept += np.float32(BAND_CONSTANT)
+            kept *= 1 - steps / (self._n_layers + 1)
+        else:
+            kept /= steps + (targets.start - layer)
+        scores = kept.reshape(len(kept), 1, -1)
+        most = self._listed if self._released else int(count.sum(axis=1).max())
+        some = np.count_nonzero(scores, axis=-1)[:, 0].tolist()
+        lists = best_of_layers(scores, targets.start * self._n_experts, most)
+        return [row[:count] for (row,), count in zip(lists, some, strict=True)]
+
+    def _match(self, observation: Observation) -> tuple[Ints, Floats]:
+        """The best map of one token, and its cosine, after the gate of the observed layer [1]."""
         token = self._trajectories.get(observation.request)
         if token is None or token.position != observation.position:
-            token = _Trajectory(observation.position, 0, np.zeros(self._maps.shape[1], np.float32), [], [], 0.0)
+            token = _Trajectory(observation.position, _Search(1, self._maps.shape[1]), [])
             self._trajectories[observation.request] = token
-        if token.layers <= observation.layer:
-            logits: npt.NDArray[Any] = observation.column("scores")[token.layers : observation.layer + 1]
-            for layer, row in enumerate(softmax(logits), token.layers):
-                token.products += self._maps[layer] @ row
-                token.squared += float(row @ row)
-                cosines = token.products / self._lengths[layer]
-                token.match.append(int(cosines.argmax()))
-                token.similarity.append(float(cosines[token.match[-1]]) / token.squared**0.5)
-            token.layers = observation.layer + 1
-        return token
+        if (known := len(token.matches)) <= observation.layer:
+            logits: npt.NDArray[Any] = observation.column("scores")[known : observation.layer + 1]
+            for layer, row in enumerate(softmax(logits), known):
+                token.matches.append(token.search.step(row[None], self._maps[layer], self._lengths[layer]))
+        return token.matches[observation.layer]

@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from policies.core.messages import Prediction
 from policies.core.types import ExpertId, UserError
 from policies.prefetch.predictor import FloatArray
 
+SMALL = 512
+"""Up to so many scores are sorted whole, which is faster than to find the best first."""
+
+
+def leading(scores: FloatArray, count: int) -> npt.NDArray[np.int64]:
+    """Indices of the ``count`` best of the last axis, best first, equal ones by index.
+
+    Score and index make one integer, so that no tie is left to the sort: the bits of a float32 grow with its size, and
+    those of negative ones are turned round.
+    """
+    n = scores.shape[-1]
+    bits = (scores + np.float32(0)).view(np.int32)  # -0 becomes 0
+    keys = (bits ^ (bits >> 31 & 0x7FFFFFFF)).astype(np.int64) << 32
+    keys |= np.arange(n - 1, -1, -1)
+    if n > SMALL:
+        keys = np.partition(keys, n - count, axis=-1)[..., n - count :]
+    keys.sort(axis=-1)
+    order: npt.NDArray[np.int64] = n - 1 - (keys[..., : -count - 1 : -1] & 0xFFFFFFFF)
+    return order
+
 
 def best(scores: FloatArray, first: ExpertId, count: int) -> tuple[Prediction, ...]:
     """The ``count`` best of ``scores``, best first, equal ones by index; ``first``: the id of index 0."""
-    if 4 * count < len(scores):  # sort only what can be among the best
-        among = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
-        order = among[np.argsort(-scores[among], kind="stable")[:count]]
-    else:
-        order = np.argsort(-scores, kind="stable")[:count]
+    order = leading(scores, min(count, len(scores)))
     return tuple(zip((order + first).tolist(), scores[order].tolist(), strict=True))
+
+
+def best_of_layers(scores: FloatArray, first: ExpertId, count: int) -> list[list[tuple[Prediction, ...]]]:
+    """``best`` of each token and layer [tokens, layers, experts]; ``first``: the id of index 0 of the first layer."""
+    n_layers, n_experts = scores.shape[1:]
+    order = leading(scores, min(count, n_experts))
+    ids = order + (first + n_experts * np.arange(n_layers))[:, None]
+    values = np.take_along_axis(scores, order, axis=-1)
+    return [
+        [tuple(zip(*pair, strict=True)) for pair in zip(*token, strict=True)]
+        for token in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
 
 
 def softmax(logits: FloatArray) -> FloatArray:

@@ -54,6 +54,7 @@ class MoEInfinity:
         self._listed = checked_count("MoE-Infinity", "listed", listed, 1 << 20)
         self._unit = np.zeros((0, n_layers, n_experts), np.float32)  # rows of length 1
         self._share = self._unit  # rows of sum 1
+        self._lists: dict[tuple[int, int], tuple[Prediction, ...]] = {}  # by matrix and first layer
         self._queries: dict[RequestId, _Query] = {}
 
     @property
@@ -73,9 +74,14 @@ class MoEInfinity:
         first = observation.layer + 1
         if first >= self._n_layers:
             return ()
-        rows = self._share[self._match(observation)][first:] + np.float32(EPSILON)
-        decay = 1 - np.arange(1, len(rows) + 1, dtype=np.float32) / (self._n_layers + 1)
-        return best((rows * decay[:, None]).ravel(), first * self._n_experts, self._listed)
+        match = self._match(observation)
+        known = self._lists.get((match, first))
+        if known is None:
+            rows = self._share[match][first:] + np.float32(EPSILON)
+            decay = 1 - np.arange(1, len(rows) + 1, dtype=np.float32) / (self._n_layers + 1)
+            known = best((rows * decay[:, None]).ravel(), first * self._n_experts, self._listed)
+            self._lists[match, first] = known
+        return known
 
     def scores(self, observation: Observation, target_layer: int) -> FloatArray:
         """Shares of the matched request's row."""

@@ -7,8 +7,8 @@ import math
 from policies.core.messages import Prediction
 from policies.core.types import UserError
 from policies.prefetch.cost import Cost
-from policies.prefetch.listing import best, checked_count, softmax
-from policies.prefetch.predictor import FloatArray, Observation
+from policies.prefetch.listing import best, best_of_layers, checked_count, softmax
+from policies.prefetch.predictor import FloatArray, Observation, Stretch
 
 ROUTER_BYTES = 4
 """A router weight is kept in f32."""
@@ -51,6 +51,12 @@ class NextGate:
         if target >= self._n_layers:
             return ()
         return best(self.scores(observation, target), target * self._n_experts, self._listed)
+
+    def predict_all(self, stretch: Stretch) -> list[list[tuple[Prediction, ...]]]:
+        """See ``ManyAtOnce``."""
+        scores = softmax(stretch.column(self.columns[0])[:, : -self.distance])
+        ahead = best_of_layers(scores, self.distance * self._n_experts, self._listed)
+        return [lists + [()] * self.distance for lists in ahead]
 
     def scores(self, observation: Observation, target_layer: int) -> FloatArray:
         """Softmax of the recorded scores of that gate."""

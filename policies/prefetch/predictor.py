@@ -6,7 +6,7 @@ core as ``Gate.predicted``.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,41 @@ class Observation(Protocol):
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """A column of the trace at this token."""
+        ...
+
+
+class Stretch(Protocol):
+    """Consecutive tokens of one request whose gates are all recorded."""
+
+    @property
+    def request(self) -> int:
+        """The request."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """The first token's index within its request."""
+        ...
+
+    @property
+    def experts(self) -> npt.NDArray[Any]:
+        """Chosen experts [tokens, layers, k], layer-local."""
+        ...
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """A column of the trace [tokens, ...]."""
+        ...
+
+
+@runtime_checkable
+class ManyAtOnce(Protocol):
+    """A predictor that also answers for many recorded tokens at one time, because that is faster.
+
+    It is shown more than it may use: its answers are those of ``predict`` token by token.
+    """
+
+    def predict_all(self, stretch: Stretch) -> list[list[tuple[Prediction, ...]]]:
+        """What ``predict`` says of each token after each layer, [tokens][layers]."""
         ...
 
 

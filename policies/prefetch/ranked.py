@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, get_args
 
 from policies.core.messages import Prediction
 from policies.core.progress import Job, JobState
@@ -11,8 +11,6 @@ from policies.core.protocols import PrefetchView
 from policies.core.types import ExpertId, UserError
 
 Aggregate = Literal["max", "sum"]
-
-_AGGREGATES: dict[str, Callable[[Iterable[float]], float]] = {"max": max, "sum": sum}
 
 
 class Ranked:
@@ -36,13 +34,13 @@ class Ranked:
     ) -> None:
         if max_in_flight < 1:
             raise UserError(f"Ranked: max_in_flight is {max_in_flight}, expected at least 1 reader")
-        if aggregate not in _AGGREGATES:
-            raise UserError(f"Ranked: aggregate is {aggregate!r}, expected one of {', '.join(_AGGREGATES)}")
+        if aggregate not in get_args(Aggregate):
+            raise UserError(f"Ranked: aggregate is {aggregate!r}, expected one of {', '.join(get_args(Aggregate))}")
         self.max_in_flight = max_in_flight
         self.hold = hold
         self._only_idle = only_idle
         self._while_running = while_running
-        self._join = _AGGREGATES[aggregate]
+        self._aggregate = aggregate
         self._rankings: dict[int, list[Prediction]] = {}  # by job, the best last
 
     def next(self, view: PrefetchView) -> ExpertId | None:
@@ -65,12 +63,16 @@ class Ranked:
         return best.pop()[0] if best else None
 
     def _rank(self, job: Job) -> list[Prediction]:
-        scores: dict[ExpertId, list[float]] = {}
+        scores: dict[ExpertId, float] = {}
+        add = self._aggregate == "sum"
         for predictions in job.predicted:
             for expert, score in predictions:
-                scores.setdefault(expert, []).append(score)
-        joined = ((expert, self._join(values)) for expert, values in scores.items())
-        return sorted(joined, key=lambda item: (item[1], -item[0]))
+                known = scores.get(expert)
+                if known is None or (score > known and not add):
+                    scores[expert] = score
+                elif add:
+                    scores[expert] = known + score
+        return sorted(scores.items(), key=lambda item: (item[1], -item[0]))
 
     def _forget_all_but(self, jobs: Iterable[Job]) -> None:
         live = {job.id for job in jobs}

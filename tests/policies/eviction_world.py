@@ -76,6 +76,14 @@ class NaiveLeastStale(Naive):
         super().__init__()
         self.order, self.left_order = order, left_order
         self.used_in_step = {}
+        self.layer = None
+
+    def begin_step(self, step):
+        super().begin_step(step)
+        self.layer = None
+
+    def observe(self, request, gate):
+        self.layer = gate.experts[0] // N_EXPERTS
 
     def touch(self, expert, uses):
         super().touch(expert, uses)
@@ -85,7 +93,7 @@ class NaiveLeastStale(Naive):
         current = self.used_in_step[expert] == self.step
         if self.order == "fifo":
             return current, self.last[expert]
-        distance = expert // N_EXPERTS - incoming // N_EXPERTS
+        distance = expert // N_EXPERTS - (incoming // N_EXPERTS if self.layer is None else self.layer)
         right = distance > 0
         nearest_first = not right and self.left_order == "just_passed"
         return current, right, abs(distance) if nearest_first else -abs(distance), self.last[expert]
@@ -172,6 +180,7 @@ class SmallCache:
         of_layer = {expert for expert in pinned | {*uses} if expert // N_EXPERTS == layer}
         if len(pinned | {*uses}) > CAPACITY or len(of_layer) > room:
             return
+        self._tell("observe", 0, Gate(tuple(uses)))
         for expert in uses:
             if expert in self.refs:
                 self.evictable.pop(expert, None)
@@ -204,7 +213,7 @@ class SmallCache:
                 self._let_go(expert)
 
     def observe(self, predicted):
-        self._tell("observe", 0, Gate((), tuple(predicted)))
+        self._tell("observe", 0, Gate((0,), tuple(predicted)))
 
     def begin_step(self, step):
         while self.jobs:

@@ -14,6 +14,7 @@ from policies.prefetch import OraclePredictor
 
 CONF = Path(policies.build.__file__).resolve().parents[1] / "conf"
 MODEL = ModelSpec("small", n_layers=4, n_experts=10, top_k=2)
+HOST = {"fetch_s": 1.0, "expert_s": 1.0, "move_s": 0.5, "token_share": 0.3}
 
 PRIMARY = """
 defaults:
@@ -66,7 +67,7 @@ def test_every_cache_builds(composed, name):
 
 @pytest.mark.parametrize("name", options("schedule"))
 def test_every_schedule_builds(composed, name):
-    build_core(composed(f"schedule={name}"), MODEL, fetch_slots=8)
+    build_core(composed(f"schedule={name}"), MODEL, fetch_slots=8, host_times=HOST)
 
 
 @pytest.mark.parametrize("name", options("prefetch"))
@@ -87,7 +88,16 @@ def test_every_system_builds(composed, name):
     config = composed(f"system={name}", "cache.fraction=0.5")
     assert config.system.name == name
     assert config.system.label
-    assert build_core(config, MODEL, fetch_slots=8).cache.capacity == 20
+    assert build_core(config, MODEL, fetch_slots=8, host_times=HOST).cache.capacity == 20
+
+
+def test_what_needs_a_cpu_or_single_requests_says_so(composed):
+    with pytest.raises(UserError, match="cpu section"):
+        build_core(composed("system=bevy_cpu"), MODEL, fetch_slots=8)
+    with pytest.raises(UserError, match="a OneUnit; use PerRequest"):
+        build_core(
+            composed("system=bevy_async", "schedule.partition._target_=policies.schedule.OneUnit"), MODEL, fetch_slots=8
+        )
 
 
 def test_the_paper_s_systems_are_these_tuples(composed):
@@ -206,7 +216,7 @@ HAS_CACHES = "conf/cache has .*lfu, .*lru"
         (["cache.eviction=null"], f"expected a node with a _target_; {HAS_CACHES}"),
         (["cache.eviction._target_=policies.schedule.Alone", "~cache.eviction.count"], "no method 'victim'"),
         (["cache.eviction._target_=policies.core.expert_cache.Entry"], "cannot make a"),
-        (["schedule.partition._target_=policies.schedule.Fifo"], "no method 'units'.*conf/schedule has batch, bevy"),
+        (["schedule.partition._target_=policies.schedule.Fifo"], "no method 'units'.*conf/schedule has .*batch, bevy"),
         (["schedule=static", "schedule.partition.sizes=[3,3]"], r"\[3, 3\] hold 6 requests but concurrency is 8"),
         (["schedule.compute_slots=0"], "compute_slots is 0"),
         (["schedule.compute_slots=two"], "compute_slots is two"),

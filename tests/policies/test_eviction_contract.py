@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import policies.eviction
 from policies.core.messages import Gate
 from policies.core.types import CapacityError, UserError
-from policies.eviction import LFU, LRU, Belady, FineMoEScore, LeastStale, PerLayer, Random
+from policies.eviction import LFU, LRU, Belady, ExpectedUse, FineMoEScore, LeastStale, PerLayer, Random
 from policies.eviction import lfu as lfu_module
 from policies.eviction.smallest import SmallestFirst
 
@@ -47,10 +47,11 @@ POLICIES = {
     "finemoe integer": (partial(FineMoEScore, "integer"), partial(NaiveFineMoE, "integer")),
     "random": (partial(Random, 3), None),
     "per-layer lru": (partial(PerLayer, LRU, **SHAPE), NaivePerLayer),
+    "expected use": (partial(ExpectedUse, N_LAYERS, N_EXPERTS), None),  # its formula: test_expected_use.py
     "per-layer random": (partial(PerLayer, Random, **SHAPE), None),
 }
 # Belady knows the future, which these random calls do not keep to: test_eviction_oracles.py has its tests.
-COVERED = {LRU, LFU, LeastStale, FineMoEScore, Random, PerLayer, Belady}
+COVERED = {LRU, LFU, LeastStale, FineMoEScore, Random, PerLayer, ExpectedUse, Belady}
 
 layers = st.integers(0, N_LAYERS - 1)
 ids = st.integers(0, N_LAYERS * N_EXPERTS - 1)

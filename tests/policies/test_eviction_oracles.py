@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.core.messages import Gate
 from policies.core.types import CapacityError, UserError
 from policies.eviction import LFU, LRU, Belady, FineMoEScore, LeastStale, PerLayer, Random
 from policies.walk import WalkResult, _lockstep, lockstep_batches, walk
@@ -205,6 +206,20 @@ def test_least_stale_fifo_is_lru_for_one_request_in_lockstep(capacity):
     batches = generated(n_requests=1)
     fifo = walk(batches, capacity, LeastStale(16, "fifo"), batches_per_step=6)
     assert fifo == walk(batches, capacity, LRU(), batches_per_step=6)
+
+
+@pytest.mark.parametrize("left_order", ["leftmost", "just_passed"])
+def test_a_prefetch_does_not_push_out_what_its_layer_may_ask_for_next(left_order):
+    """The gate of layer 0 has chosen; a prefetch for layer 1 takes the place of a passed layer's expert."""
+    policy = LeastStale(4, left_order=left_order)
+    policy.begin_step(0)
+    for expert in (0, 4):  # of layers 0 and 1
+        policy.touch(expert, 1)
+    policy.begin_step(1)
+    policy.observe(0, Gate((1,)))
+    assert policy.victim({0: None, 4: None}, 5) == 0
+    policy.observe(0, Gate((6,)))  # layer 1: both are passed
+    assert policy.victim({0: None, 4: None}, 5) == (0 if left_order == "leftmost" else 4)
 
 
 @settings(max_examples=100, deadline=None)

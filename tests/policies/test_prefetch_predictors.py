@@ -16,6 +16,8 @@ from policies.prefetch import (
 )
 from policies.prefetch.cost import FREE, cost_of
 from policies.prefetch.learning import refuse_overlap, windows
+from policies.prefetch.listing import leading
+from policies.prefetch.predictor import ManyAtOnce
 
 LAYERS, EXPERTS, K = 6, 16, 3
 SHAPE = (LAYERS, EXPERTS, K)
@@ -109,6 +111,28 @@ def test_what_is_listed_is_well_formed(name):
         assert scores == sorted(scores, reverse=True)
         assert min(scores, default=1) > 0, "scores of several requests are added up"
         assert all(token.layer < e // EXPERTS < LAYERS for e in experts)
+
+
+@pytest.mark.parametrize("name", [name for name, make in MAKE.items() if isinstance(make(), ManyAtOnce)])
+def test_many_tokens_at_once_are_predicted_as_one_by_one(name):
+    """The same experts; scores differ by the order in which a matrix product adds."""
+    predictor, other = taught(name, correlated), taught(name, correlated)
+    request = correlated(np.random.default_rng(5), 9)
+    lists = predictor.predict_all(request)
+    assert [len(token) for token in lists] == [LAYERS] * 9
+    for token in request.tokens():
+        found, expected = lists[token.position][token.layer], other.predict(token)
+        assert [expert for expert, _ in found] == [expert for expert, _ in expected]
+        assert [score for _, score in found] == pytest.approx([score for _, score in expected], rel=1e-4)
+        assert all(type(expert) is int and type(score) is float for expert, score in found)
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+@pytest.mark.parametrize("width", [40, 600])
+def test_the_leading_scores_are_those_of_a_stable_sort(width, count):
+    rng = np.random.default_rng(6)
+    scores = np.round(rng.standard_normal((50, width)), 1).astype(np.float32)  # many ties, and zeros of both signs
+    assert np.array_equal(leading(scores, count), np.argsort(-scores, axis=-1, kind="stable")[:, :count])
 
 
 def test_next_gate_lists_the_best_of_its_column():
