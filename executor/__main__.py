@@ -16,6 +16,7 @@ from typing import Any
 from analysis.compare import print_table
 from analysis.metrics import write_metrics
 from analysis.paired import Group, table
+from analysis.predict import predict as simulated
 from conf import rundir
 from conf.cells import cell_name, check, recorded, resolved
 from conf.compose import composing, expand
@@ -24,7 +25,6 @@ from executor.compose import overrides_for, replay_settings, settings_of
 from executor.demo import Options, demo
 from executor.run import execute, validate
 from policies.core.types import UserError
-from sim.run import simulate
 
 USAGE = """\
 python -m executor
@@ -38,12 +38,13 @@ python -m executor pack=DIR mode=live [prompts=FILE] ...    the model's own toke
 python -m executor pack=DIR journal=RUN/journal.jsonl.gz    the order of events of another run, imposed
 
     system, schedule, cache, prefetch, workload, concurrency, steps, warmup, seed: as for python -m sim
-    pack               an expert pack, made by python -m executor.pack
+    pack               an expert pack, made by python -m executor.pack; demo: the small model that comes along
     prompts            a file with a prompt a line: text, or a JSON list of token ids; without it, random tokens
     link=raw|paced     paced: real reads held to bytes_per_s
     store=disk|ram     ram: the pack is held in host memory
     readers=8          reader threads
     torch_device=cpu   or cuda;  threads=N: torch's
+    record_trace=FILE  with mode=live: write the routing as a trace; record_columns=[scores,...]: what it holds
     verify_reads=true  compare the checksum of every expert that is read
     allow_buffered     run although reads may come from the page cache; the run is marked invalid
     study, runs, force as for python -m sim; cells run one after the other
@@ -88,16 +89,9 @@ def _demo(arguments: Sequence[str]) -> int:
 
 def predict(overrides: Sequence[str], config_dir: Path) -> list[Path]:
     """Simulate cells with the options below ``config_dir``; their run directories, in order."""
-    folders = []
     with composing(config_dir) as more:
         cells = [resolved(point.config) for point in expand([*more, "~experiment", *overrides])]
-    for settings in cells:
-        check(settings)
-        folders.append(_folder(settings))
-        with rundir.writing(folders[-1], replace=True) as unfinished:
-            rundir.write_records(unfinished, recorded(settings))
-            simulate(recorded(settings), unfinished, False, measure=write_metrics)
-    return folders
+    return [simulated(settings) for settings in cells]
 
 
 def _folder(settings: Mapping[str, Any]) -> Path:

@@ -51,3 +51,9 @@ def flag(key: str, text: str) -> bool:
     if text not in {"true", "false"}:
         raise UserError(f"{key}={text!r}: expected true or false")
     return text == "true"
+
+
+def split(arguments: Sequence[str], own: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """A command's own keys, and all other words in their order."""
+    mine = [word for word in arguments if word.partition("=")[0] in own]
+    return parse(mine, own), [word for word in arguments if word not in mine]

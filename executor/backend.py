@@ -14,17 +14,18 @@ import queue
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from executor.experts import ExpertWeights
+from executor.host import HostTimes
+from executor.inbox import Inbox
 from executor.live_predictor import LivePredictor
 from executor.model import Decoder, Routing
-from executor.reader import Completions, Posted
+from executor.pace import Instant
+from executor.reader import Completions
 from executor.sampling import Sampler
 from policies.core.messages import Command, Compute, ComputeDone, Event, Fetch, FetchDone, Gate
 from policies.core.protocols import RoutingSource
@@ -32,10 +33,6 @@ from policies.core.types import ExpertId, FetchKind, Phase, ProtocolError, Reque
 
 SWITCH_INTERVAL_S = 2e-4
 """How long a Python thread may hold the interpreter while another wants it; the default, 5 ms, is a job."""
-
-PATIENCE_S = 1.0
-"""A driver to which nothing comes for so long looks whether the threads that should answer still live."""
-
 
 T = TypeVar("T")
 
@@ -61,17 +58,6 @@ class Slots(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class HostTimes:
-    """Where a batch's time went that was not computing: sums in seconds over ``batches``."""
-
-    batches: int = 0
-    start_s: float = 0.0  # submit -> the compute thread takes it
-    compute_s: float = 0.0  # on the compute thread, pacing not included
-    notice_s: float = 0.0  # done -> wait returns
-    foreign: int = 0  # experts imposed by replay that the model's own gate would not have chosen
-
-
 class TorchBackend:
     """Runs batches on one compute thread and reads on ``reader``; use it as a context manager.
 
@@ -81,7 +67,8 @@ class TorchBackend:
     (teacher-forced; mixing weights are recomputed for the imposed experts); None: the model's own
     gates.  ``first_step``: the number of the first step for ``routing``.  ``predictor``: what
     predicts from the model's own gates, if not the next gate (its time is the batch's).
-    ``paced_s``: the least seconds a batch must take, so that this machine can stand in for another.
+    ``paced_s``: the least seconds a batch must take, so that this machine can stand in for another; they count from
+    ``instant``, which the link shares.
     """
 
     def __init__(
@@ -96,16 +83,18 @@ class TorchBackend:
         first_step: int = 0,
         predictor: LivePredictor | None = None,
         paced_s: Callable[[Compute], float] | None = None,
+        instant: Instant | None = None,
     ) -> None:
         self.decoder, self.tokens = decoder, dict[RequestId, int]()
         self.times = HostTimes()
         self._slots, self._reader, self._done, self._sampler = slots, reader, done, sampler
         self._routing, self._step, self._paced_s = routing, first_step - 1, paced_s
-        self._predictor = predictor
+        self._predictor, self._instant = predictor, instant or Instant()
         decoder.shows_scores = predictor is not None and predictor.reads_scores
-        self._work: queue.SimpleQueue[tuple[Compute, float] | Callable[[], Any] | None] = queue.SimpleQueue()
-        self._stash: deque[Event] = deque()
+        self._work: queue.SimpleQueue[tuple[Compute, float, float] | Callable[[], Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
+        alive = {"compute": self._thread.is_alive, "reader": lambda: reader.alive}
+        self._inbox = Inbox(done, self.times, alive, self._instant)
         self._began = time.perf_counter()
         self._switch_interval = sys.getswitchinterval()
 
@@ -116,6 +105,7 @@ class TorchBackend:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._thread.start()
         self._began = time.perf_counter()
+        self._instant.saw(self._began)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -128,14 +118,15 @@ class TorchBackend:
 
     def now(self) -> float:
         """Seconds since the run began."""
-        return time.perf_counter() - self._began
+        return self._instant.now() - self._began
 
     def submit(self, command: Command) -> None:
         """Start a Compute or a Fetch."""
         if isinstance(command, Fetch):
             self._reader.submit(command)
         elif isinstance(command, Compute):
-            self._work.put((command, time.perf_counter()))
+            due_s = 0.0 if self._paced_s is None else self._instant.now() + self._paced_s(command)
+            self._work.put((command, time.perf_counter(), due_s))
         else:
             raise ProtocolError(f"{command!r} is nothing that a backend carries out")
 
@@ -144,11 +135,7 @@ class TorchBackend:
 
         Raises what went wrong on another thread.
         """
-        if not self._stash:
-            self._receive()
-        events = list(self._stash)
-        self._stash.clear()
-        return events
+        return self._inbox.take()
 
     def idle(self, until_s: float) -> None:
         """Sleep until ``until_s``; reads that are on their way go on."""
@@ -166,7 +153,7 @@ class TorchBackend:
             self._done.put((_CALLED, time.perf_counter()))
 
         self._work.put(run)
-        self._until(_CALLED)
+        self._inbox.until(_CALLED)
         return answer[0]
 
     def read(self, experts: Mapping[ExpertId, int]) -> None:
@@ -176,40 +163,7 @@ class TorchBackend:
 
     def landed(self, expert: ExpertId) -> None:
         """Block until a read of ``expert`` that ``read`` started has completed."""
-        self._until(FetchDone(-1 - expert))
-
-    def _until(self, event: Event) -> None:
-        """Take events until ``event`` is among them; the others wait for the core."""
-        while event not in self._stash:
-            self._receive()
-        self._stash.remove(event)
-
-    # ------------------------------------------------------------------ the queue
-
-    def _receive(self) -> None:
-        """Block until something is posted, then take all that is at hand; raise the first error among it."""
-        posted = [self._first()]
-        with contextlib.suppress(queue.Empty):
-            while True:
-                posted.append(self._done.get_nowait())
-        for item in posted:
-            if isinstance(item, BaseException):
-                raise item
-            event, done_s = item
-            self._stash.append(event)
-            if isinstance(event, ComputeDone):
-                self.times.notice_s += time.perf_counter() - done_s
-
-    def _first(self) -> Posted:
-        while True:
-            try:
-                return self._done.get(timeout=PATIENCE_S)
-            except queue.Empty:
-                for name, alive in (("compute", self._thread.is_alive()), ("reader", self._reader.alive)):
-                    if not alive:
-                        raise RuntimeError(
-                            f"the {name} thread has ended without an answer; the run is broken"
-                        ) from None
+        self._inbox.until(FetchDone(-1 - expert))
 
     # ------------------------------------------------------------------ the compute thread
 
@@ -235,7 +189,7 @@ class TorchBackend:
         with torch.cuda.stream(stream):
             yield
 
-    def _run(self, command: Compute, submitted_s: float) -> tuple[Event, float]:
+    def _run(self, command: Compute, submitted_s: float, due_s: float) -> tuple[Event, float]:
         begun_s = time.perf_counter()
         gates: tuple[Gate, ...] = ()
         if command.phase is Phase.HEAD:
@@ -249,9 +203,9 @@ class TorchBackend:
         times.start_s += begun_s - submitted_s
         times.compute_s += done_s - begun_s
         if self._paced_s is not None:
-            time.sleep(max(0.0, begun_s + self._paced_s(command) - done_s))
-            done_s = time.perf_counter()
-        return ComputeDone(command.batch, gates), done_s
+            times.late += done_s > due_s
+            time.sleep(max(0.0, due_s - done_s))
+        return ComputeDone(command.batch, gates), max(done_s, due_s)
 
     def _gates(self, command: Compute) -> tuple[Gate, ...]:
         decoder, requests, layer = self.decoder, command.requests, command.layer + 1  # ENTRY has layer -1

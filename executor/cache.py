@@ -53,14 +53,21 @@ class KvCache:
 
     def append(self, slots: Sequence[int], index: Tensor, positions: Sequence[int], k: Tensor, v: Tensor) -> None:
         """One new token for each slot: k, v [n, heads, head dim]; ``index`` is ``slots`` as a tensor."""
+        at = torch.tensor(self.places(slots, positions)[0]).to(index.device, non_blocking=True)
+        self.k[index, :, at] = k
+        self.v[index, :, at] = v
+
+    def places(self, slots: Sequence[int], positions: Sequence[int]) -> tuple[Sequence[int], list[int], list[int]]:
+        """Make room for a new token of each slot: the indices they go to, and first and end of what they attend to."""
+        at = positions
         if self.window is not None:
             for slot, position in zip(slots, positions, strict=True):
                 if position - self._first[slot] == self.k.shape[2]:
                     self._move_down(slot)
-        at = torch.tensor([p - self._first[s] for s, p in zip(slots, positions, strict=True)])
-        at = at.to(index.device, non_blocking=True)
-        self.k[index, :, at] = k
-        self.v[index, :, at] = v
+            at = [p - self._first[s] for s, p in zip(slots, positions, strict=True)]
+        end = [i + 1 for i in at]
+        first = [0] * len(end) if self.reach is None else [max(0, i - self.reach) for i in end]
+        return at, first, end
 
     def _move_down(self, slot: int) -> None:
         assert self.window is not None

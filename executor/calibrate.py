@@ -6,6 +6,7 @@ so the profile holds what a run meets: products, attention, queues and the inter
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -24,11 +25,12 @@ from executor.arguments import flag, parse, whole_number
 from executor.compose import settings_of
 from executor.experts import add_experts
 from executor.job_fit import JobSample, contention, fit_jobs, job_samples
-from executor.link_curve import check_rate, measure_curve, memory_bytes_per_s, pcie_bytes_per_s
-from executor.machine import set_threads
+from executor.link_curve import LinkPoint, check_rate, measure_curve, memory_bytes_per_s, pcie_bytes_per_s
+from executor.machine import MemoryPack, set_threads
 from executor.model import Decoder
 from executor.profile import Calibration, LinkRun, profile, write_profile
 from executor.run import OpenRun
+from executor.settings import MachineSettings
 from executor.sources import DiskSource
 from executor.store import ExpertStore
 from policies.core.journal import Record, read_journal
@@ -69,7 +71,7 @@ class ShortRun:
     step_s: float
     fetched_bytes: int
     link_busy_s: float
-    expert_s: float
+    expert_s: float | None
     decoder: Decoder
     clocks: dict[str, Any] | None
 
@@ -89,20 +91,24 @@ class ShortRun:
 
 
 def short_run(
-    overrides: Sequence[str], steps: int, shared: Decoder | None = None, time_experts: bool = False
+    overrides: Sequence[str],
+    steps: int,
+    shared: Decoder | None = None,
+    time_experts: bool = False,
+    memory: MemoryPack | None = None,
 ) -> ShortRun:
     """Run one system for ``steps`` steps after a warm-up.  Raises UserError if its reads were no device's.
 
-    ``time_experts``: then also time single experts in its slots.
+    ``time_experts``: then also time single experts in its slots, where torch computes them.
     """
     (settings,) = settings_of([*overrides, f"steps={WARMUP + steps}", f"warmup={WARMUP}"])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.jsonl.gz"
-        with OpenRun(recorded(settings), path, shared) as run:
+        with OpenRun(recorded(settings), path, shared, memory) as run:
             run.decode()
-            alone_s = expert_seconds(run) if time_experts else 0.0
+            alone_s = expert_seconds(run) if time_experts and run.fast is None else None
         records = [record for record in read_journal(path)[1] if record.t_s > 0]
-    invalid = host.why_invalid(run.meter, run.link.mode.measures_disk)
+    invalid = host.why_invalid(run.meter, run.link.mode.measures_disk) if run.machine.store == "disk" else []
     if invalid and not run.machine.allow_buffered:
         raise UserError(f"the calibration is invalid: {invalid[0]}")
     begins = [r.t_s for r in records if isinstance(r.events[0], StepBegin)]
@@ -161,47 +167,74 @@ def _link_busy_s(records: Sequence[Record]) -> float:
     return busy_s
 
 
-def calibrate(pack: str, overrides: Sequence[str], *, concurrency: int, steps: int, context_tokens: int) -> Calibration:
-    """Measure link and job times.  ``overrides``: further settings of the runs.
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is calibrated.
+
+    ``words``: pack, workload and the machine's settings.  ``shared``, ``memory``: as for ``OpenRun``.
+    """
+
+    words: tuple[str, ...]
+    concurrency: int
+    steps: int
+    shared: Decoder | None = None
+    memory: MemoryPack | None = None
+
+    def run(self, *more: str, shared: Decoder | None = None, time_experts: bool = False) -> ShortRun:
+        """A few steps; ``more``: the system and its cache."""
+        words = [*self.words, f"concurrency={self.concurrency}", *more]
+        return short_run(words, self.steps, shared or self.shared, time_experts, self.memory)
+
+
+def calibrate(setting: Setting, *, context_tokens: int | None) -> Calibration:
+    """Measure link and job times.  ``context_tokens``: of the requests, for the record; None: they differ.
 
     Raises UserError if a figure is above a physical limit, or the runs cannot be made.
     """
-    store = ExpertStore.open(pack)
-    base = [f"pack={pack}", f"concurrency={concurrency}", "workload=chat", f"workload.context_tokens={context_tokens}"]
-    common = [*base, "link=raw", *overrides, f"cache.fraction={_fitting(store)}", "settle=1"]
-    mode = DiskSource(store)
-    direct = mode.mode.measures_disk
-    mode.close()
+    (settings,) = settings_of([*setting.words, "system=llama_cpp_lfu"])
+    machine = MachineSettings.from_settings(settings)
+    store = ExpertStore.open(machine.pack)
     samples: list[JobSample] = []
     experts_s: list[float] = []
-    shared: Decoder | None = None
+    shared = setting.shared
     clocks = None
-    for system in systems(concurrency):
-        run = short_run([*common, f"system={system}"], steps, shared, time_experts=True)
+    for system in systems(setting.concurrency):
+        where = (f"cache.fraction={_fitting(store, machine.torch_device)}", "settle=1")
+        run = setting.run(f"system={system}", *where, shared=shared, time_experts=True)
         shared, clocks = run.decoder, run.clocks
         samples += run.samples
-        experts_s.append(run.expert_s)
-    memory, pcie = memory_bytes_per_s(), pcie_bytes_per_s(store.experts_path)
-    fit = fit_jobs(samples, store.spec.n_layers, float(np.median(experts_s)))
-    if fit.expert_s > 0:
+        experts_s += [] if run.expert_s is None else [run.expert_s]
+    memory = memory_bytes_per_s(machine.torch_device)
+    fit = fit_jobs(samples, store.spec.n_layers, float(np.median(experts_s)) if experts_s else None)
+    if experts_s and fit.expert_s > 0:
         check_rate("an expert's products", store.expert_bytes / fit.expert_s, [("this machine's memory rate", memory)])
-    curve = measure_curve(store, direct=direct)
-    for point in curve:
-        what = f"reading with {point.readers} readers"
-        check_rate(what, point.bytes_per_s, [("the drive's PCIe link", pcie), ("this machine's memory rate", memory)])
+    pcie = pcie_bytes_per_s(store.experts_path)
+    curve = _disk_curve(store, pcie) if machine.store == "disk" else []
     return Calibration(tuple(curve), fit, tuple(samples), memory, pcie, clocks, context_tokens)
 
 
-def link_run(calibration: Calibration, overrides: Sequence[str], steps: int, n_layers: int) -> LinkRun:
+def _disk_curve(store: ExpertStore, pcie: float | None) -> list[LinkPoint]:
+    with contextlib.closing(DiskSource(store)) as source:
+        direct = source.mode.measures_disk
+    limits = [("the drive's PCIe link", pcie), ("this machine's memory rate", memory_bytes_per_s())]
+    curve = measure_curve(store, direct=direct)
+    for point in curve:
+        check_rate(f"reading with {point.readers} readers", point.bytes_per_s, limits)
+    return curve
+
+
+def link_run(setting: Setting, found: Calibration, n_layers: int, *more: str) -> LinkRun:
     """Bevy over the link for a few steps: the rate that it sees, and how much reading slows computing."""
-    run = short_run([*overrides, "system=bevy"], steps)
-    return LinkRun(run.bytes_per_s, contention(run.samples, calibration.fit, n_layers), "link=paced" in overrides)
+    run = setting.run(*more, "system=bevy")
+    in_order = "link=paced" in (*setting.words, *more) or {"store=ram", "torch_device=cuda"} <= set(setting.words)
+    return LinkRun(run.bytes_per_s, contention(run.samples, found.fit, n_layers), in_order)
 
 
-def _fitting(store: ExpertStore) -> float:
-    """The largest cache that takes up to half of the memory that is free."""
+def _fitting(store: ExpertStore, device: str) -> float:
+    """The largest cache that takes up to half of the device's memory that is free."""
     try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+        free = free or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         free = 4 << 30
     return round(min(1.0, max(free / 2 / (store.n_total * store.stride), 2 * store.spec.top_k / store.n_total)), 4)
@@ -219,20 +252,15 @@ def run(arguments: Sequence[str]) -> None:
     name = given.get("name", "calibrated")
     buffered = flag("allow_buffered", given.get("allow_buffered", "false"))
     store = ExpertStore.open(given["pack"])
-    common = [f"readers={counts['readers']}", f"allow_buffered={str(buffered).lower()}"]
-    pace = [f"bytes_per_s={given['bytes_per_s']}", "link=paced"] if "bytes_per_s" in given else ["link=raw"]
     set_threads(None)
     concurrency, context = counts["concurrency"], counts["context_tokens"]
-    found = calibrate(
-        given["pack"],
-        [*common, f"threads={torch.get_num_threads()}"],
-        concurrency=concurrency,
-        steps=counts["steps"],
-        context_tokens=context,
-    )
-    workload = [f"pack={given['pack']}", "workload=chat", f"workload.context_tokens={context}"]
-    settings = [*workload, *common, *pace, f"concurrency={concurrency}"]
-    link = link_run(found, settings, counts["steps"], store.spec.n_layers)
+    words = [f"pack={given['pack']}", "workload=chat", f"workload.context_tokens={context}"]
+    words += [f"readers={counts['readers']}", f"allow_buffered={str(buffered).lower()}"]
+    words += [f"threads={torch.get_num_threads()}"]
+    pace = [f"bytes_per_s={given['bytes_per_s']}", "link=paced"] if "bytes_per_s" in given else []
+    setting = Setting(tuple(words), concurrency, counts["steps"])
+    found = calibrate(setting, context_tokens=context)
+    link = link_run(setting, found, store.spec.n_layers, *pace)
     node = profile(name, store, found, link, readers=counts["readers"])
     device, model = write_profile(Path(given["out"]), store, node)
     print(describe(found, link))
@@ -243,8 +271,10 @@ def run(arguments: Sequence[str]) -> None:
 def describe(found: Calibration, link: LinkRun) -> str:
     """The profile in three lines."""
     fit = found.fit
-    best = max(found.curve, key=lambda point: point.bytes_per_s)
-    alone = f"{best.bytes_per_s / 1e9:.2f} GB/s ({best.readers} readers of {best.size_bytes / 1e6:.2f} MB)"
+    best = max(found.curve, key=lambda point: point.bytes_per_s, default=None)
+    alone = (
+        f"{best.bytes_per_s / 1e9:.2f} GB/s ({best.readers} readers of {best.size_bytes / 1e6:.2f} MB)" if best else "-"
+    )
     job = " + ".join(
         f"{1e3 * seconds:.3f} ms{what}"
         for seconds, what in ((fit.layer_s, ""), (fit.expert_s, " an expert"), (fit.request_s, " a request"))

@@ -106,6 +106,7 @@ class CheckpointSource:
     """A checkpoint as the packer reads it: one expert, or some rows of one shared weight, at a time."""
 
     random = False
+    threads = 1
 
     def __init__(
         self,

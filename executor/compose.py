@@ -12,6 +12,7 @@ from typing import Any
 from conf.cells import check, resolved
 from conf.compose import composing, expand
 from executor.pack_model import register_resolver
+from executor.shipped import with_shipped_pack
 from policies.core.journal import read_journal
 from policies.core.types import UserError
 
@@ -28,6 +29,7 @@ _LIVE = {"workload": "prompts", "warmup": "4"}
 def overrides_for(arguments: Sequence[str], more: Path | None = None) -> list[str]:
     """The full override list of a command line.  ``more``: a folder with further options."""
     register_resolver()
+    arguments = with_shipped_pack(arguments)
     if more is not None and not more.is_dir():
         raise UserError(f"--config-dir {more} is no folder; give one that holds folders such as cache/ or system/")
     folders = [OPTIONS, *([more.resolve()] if more else [])]

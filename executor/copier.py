@@ -10,11 +10,12 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from executor.reader import JOIN_S, Completions, LandingClosed, ReadCounters
+from executor.reader import JOIN_S, Completions, Due, LandingClosed, ReadCounters
 from executor.slots import PinnedArena, SlotArena
 from policies.core.messages import Fetch, FetchDone
 
@@ -24,6 +25,7 @@ class _Copy:
     fetch: Fetch
     source: torch.Tensor  # pinned, uint8 [stride]
     staging: int | None
+    due: Due
 
 
 class CudaCopier:
@@ -58,15 +60,15 @@ class CudaCopier:
         self._used_by[fetch.fetch] = index
         return self._staging.buffers[index]
 
-    def landed(self, fetch: Fetch, buffer: memoryview) -> None:
+    def landed(self, fetch: Fetch, buffer: memoryview, due: Due) -> None:
         """Copy the fetch's staging buffer to its slot."""
         assert self._staging is not None
         index = self._used_by.pop(fetch.fetch)
-        self._copies.put(_Copy(fetch, self._staging.pieces[index], index))
+        self._copies.put(_Copy(fetch, self._staging.pieces[index], index, due))
 
-    def copy(self, fetch: Fetch, source: torch.Tensor) -> None:
+    def copy(self, fetch: Fetch, source: torch.Tensor, due: Due = time.perf_counter) -> None:
         """Copy from pinned memory that stays as it is (the pack in memory): no reader, no staging."""
-        self._copies.put(_Copy(fetch, source, None))
+        self._copies.put(_Copy(fetch, source, None, due))
 
     def unblock(self) -> None:
         """See ``Landing``."""
@@ -111,24 +113,27 @@ class CudaCopier:
         event.synchronize()
         if item.staging is not None:
             self._free.put(item.staging)
-        self._completions.put((FetchDone(item.fetch.fetch), time.perf_counter()))
+        self._completions.put((FetchDone(item.fetch.fetch), item.due()))
 
 
 class MemoryReader:
     """Fetches from a pack in pinned memory (``store=ram``): no reader threads, the copies are the fetches."""
 
-    def __init__(self, pack: PinnedArena, copier: CudaCopier) -> None:
-        """``pack.pieces[expert]``; owns the copier but not the arena."""
+    def __init__(self, pack: PinnedArena, copier: CudaCopier, begin: Callable[[], Due] | None = None) -> None:
+        """``pack.pieces[expert]``; owns the copier but not the arena.  ``begin``: asks a paced link for an expert."""
         self.counters = ReadCounters()
         self._pack = pack
         self._copier = copier
+        self._begin = begin
 
     def submit(self, fetch: Fetch) -> None:
         """Copy an expert into its slot; the completion is posted later."""
         piece = self._pack.pieces[fetch.expert]
         self.counters.fetches += 1
+        self.counters.reads += 1
         self.counters.bytes_requested += piece.numel()
-        self._copier.copy(fetch, piece)
+        self.counters.bytes_read += piece.numel()
+        self._copier.copy(fetch, piece, self._begin() if self._begin else time.perf_counter)
 
     @property
     def alive(self) -> bool:

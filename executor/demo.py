@@ -15,22 +15,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from conf.cells import cell_name
 from executor.arguments import flag, parse, whole_number
-from executor.calibrate import ShortRun, calibrate, describe, link_run, short_run
+from executor.calibrate import Setting, ShortRun, calibrate, describe, link_run, short_run
 from executor.compose import settings_of
-from executor.interleave import CHUNK_STEPS, interleave
-from executor.job_fit import job_samples, level
+from executor.interleave import interleave, until
 from executor.machine import set_threads
 from executor.pack import random_source, write_pack
-from executor.profile import fewest_readers, profile, write_profile
+from executor.profile import as_seen, fewest_readers, write_profile
 from executor.run import Measure
 from executor.store import ExpertStore
-from policies.core.journal import read_journal
 from policies.core.types import ModelSpec
 from traces.generate import generate
 from traces.presets import preset_for
@@ -45,7 +43,7 @@ TRACE_STEPS = 256
 RHO = 1.2
 """Fetch over compute of batching with the smallest cache, on the paced link."""
 
-MIN_STEPS, MAX_STEPS = 4, 60
+MAX_STEPS = 60
 """Measured steps of a system and cell: how many there are depends on the time that is left."""
 AFTERWARDS_S = 40.0
 """Kept for the sentinel, the predictions and the table."""
@@ -127,7 +125,8 @@ def demo(options: Options, *, measure: Measure, predict: Predict) -> Demo:
     base += workload
 
     _say(f"calibrating with {threads} thread(s) ...")
-    found = calibrate(str(options.pack), base[2:], concurrency=REQUESTS, steps=2, context_tokens=CONTEXT_TOKENS)
+    quick = [word for word in base if not word.startswith("concurrency=")]
+    found = calibrate(Setting(tuple(quick), REQUESTS, 2), context_tokens=CONTEXT_TOKENS)
     readers = fewest_readers(found, store.stride)
     base.append(f"readers={readers}")
     smallest = f"cache.fraction={FRACTIONS[0]}"
@@ -136,7 +135,8 @@ def demo(options: Options, *, measure: Measure, predict: Predict) -> Demo:
     links = {"raw": ["link=raw"], "paced": ["link=paced", f"bytes_per_s={rate}"]}
     reading = {}
     for name, link in links.items():
-        reading[name] = link_run(found, [*base, *link, smallest], 4, spec.n_layers)
+        setting = Setting((*quick, f"readers={readers}"), REQUESTS, 4)
+        reading[name] = link_run(setting, found, spec.n_layers, *link, smallest)
         _say(f"{name}:\n{describe(found, reading[name])}")
 
     steps = options.steps or MAX_STEPS
@@ -150,7 +150,7 @@ def demo(options: Options, *, measure: Measure, predict: Predict) -> Demo:
             sweep = [*base, *link, f"cache.fraction={fraction}", f"warmup={WARMUP}", f"steps={WARMUP + steps}"]
             sweep += [f"system={','.join(SYSTEMS)}", "study=demo", f"runs={options.runs}"]
             turns = [(settings, _folder(settings)) for settings in settings_of(sweep)]
-            stop, on_round = _until(time.perf_counter() + shared_s, steps)
+            stop, on_round = until(time.perf_counter() + shared_s, steps)
             done = interleave(turns, measure=measure, stop=stop, on_round=on_round)
             groups.append(_group(name, fraction, done, [folder for _, folder in turns]))
             left -= 1
@@ -160,11 +160,12 @@ def demo(options: Options, *, measure: Measure, predict: Predict) -> Demo:
     _say(f"sentinel (llama.cpp + LFU, 30%, raw), last over first: {drift:.2f}; the link {_rates(first, last)}")
     predicted: dict[Path, Path] = {}
     for group in groups:
-        seen = replace(reading[group.link], bytes_per_s=group.bytes_per_s)
-        samples = job_samples(r for r in read_journal(group.runs[0] / "journal.jsonl.gz")[1] if r.t_s > 0)
-        then = replace(found, fit=found.fit.scaled(level(samples, found.fit, spec.n_layers)))
         conf = options.runs / "demo" / "conf"
-        node = profile(f"demo_{group.link}_{100 * group.fraction:.0f}", store, then, seen, readers=readers)
+        name, seen = (
+            f"demo_{group.link}_{100 * group.fraction:.0f}",
+            {"bytes_per_s": group.bytes_per_s, "readers": readers},
+        )
+        node = as_seen(name, store, found, reading[group.link], run=group.runs[0], **seen)
         device, model = write_profile(conf, store, node)
         cells = [f"device={device.stem}", f"model={model.stem}", f"system={','.join(SYSTEMS)}", *workload]
         cells += [f"cache.fraction={group.fraction}", f"concurrency={REQUESTS}", f"steps={group.steps}"]
@@ -178,20 +179,6 @@ def _group(link: str, fraction: float, done: Sequence[dict[str, Any]], runs: Seq
     steps, rate = int(done[0]["steps"]), float(done[0]["link_bytes_per_s"] or 0.0)
     measured = f"{REQUESTS} requests, {steps - WARMUP} steps each"
     return Group(f"{fraction:.0%} cache, {done[0]['link']} link, {measured}", link, fraction, steps, rate, tuple(runs))
-
-
-def _until(deadline_s: float, most: int) -> tuple[Callable[[], bool], Callable[[], None]]:
-    """``(stop, on_round)``: stop after ``most`` steps, or at the deadline once ``MIN_STEPS`` are measured."""
-    rounds = [0]
-
-    def count() -> None:
-        rounds[0] += 1
-
-    def stop() -> bool:
-        steps = rounds[0] * CHUNK_STEPS
-        return steps >= most or (steps >= MIN_STEPS and time.perf_counter() > deadline_s)
-
-    return stop, count
 
 
 def _folder(settings: Mapping[str, Any]) -> Path:

@@ -83,8 +83,7 @@ class Generation:
     def begin(self, now_s: float) -> StepBegin | None:
         """Hand out the last step's tokens, let requests leave and join, and begin the next step."""
         self._active = [request for request in self._active if self._goes_on(request, now_s)]
-        while self._waiting and len(self._active) < self._decoder.max_requests:
-            self._admit(self._waiting.popleft())
+        self._admit()
         if not self._active:
             return None
         self._step += 1
@@ -111,15 +110,21 @@ class Generation:
         self._decoder.close(request)
         return False
 
-    def _admit(self, request: RequestId) -> None:
-        completion = self.completions[request]
-        if request in self._cancelled:
-            completion.ended = "cancelled"
-            return
-        completion.admitted_s = self._backend.now()
-        self._prefill.open(request, self._prompts[request])
-        completion.prefilled_s = self._backend.now()
-        self._active.append(request)
+    def _admit(self) -> None:
+        """Prefill as many waiting requests as there is room for, together."""
+        room = self._decoder.max_requests - len(self._active)
+        new: list[RequestId] = []
+        while self._waiting and len(new) < room:
+            request = self._waiting.popleft()
+            if request in self._cancelled:
+                self.completions[request].ended = "cancelled"
+                continue
+            self.completions[request].admitted_s = self._backend.now()
+            new.append(request)
+        self._prefill.open({request: self._prompts[request] for request in new})
+        for request in new:
+            self.completions[request].prefilled_s = self._backend.now()
+        self._active += new
 
 
 def resident_in(core: DecisionCore) -> Callable[[ExpertId], int | None]:

@@ -9,9 +9,12 @@ import ctypes
 import mmap
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,6 +25,9 @@ from executor.reader import process_read_bytes
 
 RATIO_LOW, RATIO_HIGH = 0.98, 1.02
 """Bytes that the process made storage deliver over bytes that were asked for; outside, a run is invalid."""
+
+BESIDE_BYTES = 64 << 20
+"""What a process may read beside experts: libraries of kernels that CUDA loads when they are first used."""
 
 CLOCK_SPREAD = 0.05
 """A clock that moved by more than this share of its mean is worth a warning."""
@@ -58,6 +64,23 @@ class IoMeter:
         return self.device_bytes / self.asked_bytes
 
 
+@dataclass(slots=True)
+class HostTimes:
+    """Where a batch's time went: sums in seconds over ``batches``.
+
+    Of a backend whose driver launches batches itself (``executor.fast``): ``start_s`` is the launch, ``compute_s`` from
+    there until it was seen that the batch had run, and ``blocked_s`` how long of that the driver slept.
+    """
+
+    batches: int = 0
+    start_s: float = 0.0  # submit -> the compute thread takes it
+    compute_s: float = 0.0  # on the compute thread, pacing not included
+    notice_s: float = 0.0  # done -> wait returns
+    blocked_s: float = 0.0
+    late: int = 0  # batches that took longer than their pace
+    foreign: int = 0  # experts imposed by replay that the model's own gate would not have chosen
+
+
 def why_invalid(meter: IoMeter, direct: bool) -> list[str]:
     """Reasons why times of this run are not those of the storage; empty for a good one."""
     if not direct:
@@ -66,7 +89,8 @@ def why_invalid(meter: IoMeter, direct: bool) -> list[str]:
         return []
     if meter.ratio is None:
         return ["the kernel does not tell how many bytes were read from the device (no /proc/self/io)"]
-    if not RATIO_LOW <= meter.ratio <= RATIO_HIGH:
+    excess = (meter.device_bytes or 0) - meter.asked_bytes
+    if meter.ratio < RATIO_LOW or (meter.ratio > RATIO_HIGH and excess > BESIDE_BYTES):
         return [
             f"{meter.device_bytes} bytes came from the device for {meter.asked_bytes} asked for, a ratio of "
             f"{meter.ratio:.3f}; expected {RATIO_LOW} to {RATIO_HIGH}"
@@ -108,7 +132,7 @@ class Clocks:
     samples_mhz: list[float] = field(default_factory=list)
 
     def sample(self) -> None:
-        """Take one; a few microseconds on a CPU, a process on a GPU: between turns, never within a step."""
+        """Take one, between turns, never within a step: microseconds, but a process on a GPU without its library."""
         value = _gpu_mhz() if self.device == "cuda" else _cpu_mhz()
         if value is not None:
             self.samples_mhz.append(value)
@@ -144,13 +168,56 @@ def _cpu_mhz() -> float | None:
     return fmean(values) if values else None
 
 
+_NVML_SM_CLOCK = 1
+
+
+@lru_cache(maxsize=1)
+def _nvml() -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
+    """The driver's management library and its first GPU; None without them."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        gpu = ctypes.c_void_p()
+        if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return library, gpu
+
+
 def _gpu_mhz() -> float | None:
+    if (found := _nvml()) is not None:
+        library, gpu = found
+        mhz = ctypes.c_uint()
+        if library.nvmlDeviceGetClockInfo(gpu, _NVML_SM_CLOCK, ctypes.byref(mhz)) == 0:
+            return float(mhz.value)
     command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
         return float(answer.split()[0])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
+
+
+class Compiled:
+    """Counts the Triton kernels that are compiled while it is open; a time with one in it is no measurement."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._exit = ExitStack()
+
+    def __enter__(self) -> Compiled:
+        triton = sys.modules.get("triton")  # if nobody has imported it, nothing is compiled
+        if triton is not None:
+            runtime = triton.knobs.runtime
+            self._exit.callback(setattr, runtime, "jit_post_compile_hook", runtime.jit_post_compile_hook)
+            runtime.jit_post_compile_hook = self._heard
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def _heard(self, *_: object, **__: object) -> None:
+        self.count += 1
 
 
 def load_average() -> float | None:

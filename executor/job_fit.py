@@ -5,15 +5,19 @@ Owns the arithmetic from records to constants.  Knows neither clocks nor devices
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from policies.core.journal import Record
 from policies.core.messages import Compute, ComputeDone, Fetch, FetchDone
 from policies.core.types import Phase, UserError
+
+Columns = npt.NDArray[np.float64]
 
 MIN_SAMPLES = 24
 """Fewer jobs than this say nothing about the constants."""
@@ -84,11 +88,12 @@ class JobFit:
         return self.layer_s + self.expert_s * experts + self.request_s * requests
 
 
-def fit_jobs(samples: Sequence[JobSample], n_layers: int, expert_s: float) -> JobFit:
+def fit_jobs(samples: Sequence[JobSample], n_layers: int, expert_s: float | None) -> JobFit:
     """Least squares in relative errors over the jobs during which nothing was read, no constant below zero.
 
     ``expert_s``: seconds of one expert, measured alone: in decoding, many requests also need many experts, so their
-    costs cannot be told apart in the jobs themselves.  Raises UserError with too few jobs.
+    costs are hard to tell apart in the jobs themselves.  None: from the jobs all the same, which predicts jobs of such
+    shapes only.  Raises UserError with too few jobs.
     """
     quiet = [s for s in _inner(samples, n_layers) if s.overlap == 0]
     if len(quiet) < MIN_SAMPLES:
@@ -96,16 +101,13 @@ def fit_jobs(samples: Sequence[JobSample], n_layers: int, expert_s: float) -> Jo
     seconds = np.array([s.seconds for s in quiet])
     experts = np.array([s.experts for s in quiet], dtype=np.float64)
     requests = np.array([s.requests for s in quiet], dtype=np.float64)
-    rest = np.maximum(seconds - expert_s * experts, 0.0)
-    design = np.stack([np.ones_like(seconds), requests], axis=1)
-    constants, *_ = np.linalg.lstsq(design / seconds[:, None], rest / seconds, rcond=None)
-    if constants.min() < 0:  # one of the two explains nothing: the other alone
-        kept = int(np.argmax(constants))
-        column = design[:, kept] / seconds
-        constants = np.zeros(2)
-        constants[kept] = max(0.0, float(column @ (rest / seconds) / (column @ column)))
+    design = np.stack([np.ones_like(seconds), requests, experts], axis=1) / seconds[:, None]
+    if expert_s is None:
+        *constants, expert_s = _least_squares(design, np.ones_like(seconds))
+    else:
+        constants = list(_least_squares(design[:, :2], np.maximum(1 - expert_s * experts / seconds, 0.0)))
     # Relative errors favour what is short: the mean over all jobs must still be right.
-    scale = float(seconds.mean() / (design @ constants + expert_s * experts).mean())
+    scale = float(seconds.mean() / (constants[0] + constants[1] * requests + expert_s * experts).mean())
     layer_s, request_s = (float(c) * scale for c in constants)
     fitted = layer_s + request_s * requests + expert_s * scale * experts
     heads = [s.seconds for s in samples if s.phase is Phase.HEAD]
@@ -117,6 +119,19 @@ def fit_jobs(samples: Sequence[JobSample], n_layers: int, expert_s: float) -> Jo
         spread=float(np.std(seconds / fitted)),
         samples=len(quiet),
     )
+
+
+def _least_squares(design: Columns, right: Columns) -> Columns:
+    """The best constants of which none is negative: of all subsets of the columns, the one with the least error."""
+    best, least = np.zeros(design.shape[1]), float(right @ right)
+    columns = range(design.shape[1])
+    for kept in (list(subset) for n in columns for subset in itertools.combinations(columns, n + 1)):
+        found, *_ = np.linalg.lstsq(design[:, kept], right, rcond=None)
+        error = float(((design[:, kept] @ found - right) ** 2).sum())
+        if found.min() >= 0 and error < least:
+            best, least = np.zeros(len(columns)), error
+            best[kept] = found
+    return best
 
 
 def level(samples: Sequence[JobSample], fit: JobFit, n_layers: int) -> float:

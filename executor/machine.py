@@ -8,17 +8,19 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from executor.backend import Reader
+from executor.errors import PackError
 from executor.host import Probe
 from executor.pace import PacedLink
 from executor.reader import Completions, ReadCounters, ReaderPool, SlotLanding
 from executor.settings import MachineSettings
 from executor.slots import PinnedArena, SlotArena
-from executor.sources import MEMORY, DiskSource, ExpertSource, IoOps, MemorySource, ReadMode, page_aligned
+from executor.sources import DiskSource, ExpertSource, IoOps, MemorySource, ReadMode, page_aligned
 from executor.store import ExpertStore
 from policies.core.messages import Command, Event
 from policies.core.types import UserError
@@ -42,7 +44,7 @@ class Link:
     mode: ReadMode
     _source: ExpertSource | None
     _paced: PacedLink | None
-    _arenas: tuple[PinnedArena, ...] = ()
+    _memory: tuple[PinnedArena | MemoryPack, ...] = ()
 
     @property
     def counters(self) -> ReadCounters:
@@ -57,29 +59,43 @@ class Link:
         return self._paced.late / max(1, self.counters.reads)
 
     def close(self) -> None:
-        """Join the readers, then close the source, then free pinned memory."""
+        """Join the readers, then close the source, then free the memory that belongs to this link."""
         self.reader.close()
         if self._source is not None:
             self._source.close()
-        for arena in self._arenas:
-            arena.close()
+        for memory in self._memory:
+            memory.close()
 
 
 def open_link(
-    store: ExpertStore, arena: SlotArena, machine: MachineSettings, done: Completions, ops: IoOps | None = None
+    store: ExpertStore,
+    arena: SlotArena,
+    machine: MachineSettings,
+    done: Completions,
+    *,
+    paced: PacedLink | None = None,
+    pack: MemoryPack | None = None,
+    ops: IoOps | None = None,
 ) -> Link:
-    """Start the readers that ``machine`` asks for.
+    """Start the readers that ``machine`` asks for.  ``pack``: with ``store=ram``, the pack that is in memory already.
 
     Raises:
         UserError: reads would not come from the device, and ``allow_buffered`` is false.
     """
     cuda = arena.device.type == "cuda"
-    paced = PacedLink(machine.bytes_per_s) if machine.bytes_per_s is not None else None
-    if machine.store == "ram" and cuda:
-        return _pinned_pack(store, arena, done, paced)
+    own: tuple[MemoryPack, ...] = ()
+    if machine.store == "ram" and pack is None:
+        pack = MemoryPack(store, pinned=cuda)
+        own = (pack,)
+    if pack is not None and pack.pinned is not None:
+        from executor.copier import CudaCopier, MemoryReader  # noqa: PLC0415
+
+        begin = partial(paced.begin, store.expert_bytes) if paced else None
+        memory_reader = MemoryReader(pack.pinned, CudaCopier(arena, None, done), begin)
+        return Link(memory_reader, pack.source.mode, None, paced, own)
     source: ExpertSource
-    if machine.store == "ram":
-        source = MemorySource(store, page_aligned(store.n_total * store.stride))
+    if pack is not None:
+        source = pack.source
     else:
         source = DiskSource(store, ops=ops)
         if not source.mode.measures_disk and not machine.allow_buffered:
@@ -98,18 +114,35 @@ def open_link(
         pinned = (PinnedArena(machine.readers, store.stride),)
         landing = CudaCopier(arena, pinned[0], done)
     reader = ReaderPool(source, landing, done, readers=machine.readers, link=paced, verify=machine.verify_reads)
-    return Link(reader, source.mode, source, paced, pinned)
+    return Link(reader, source.mode, source, paced, (*pinned, *own))
 
 
-def _pinned_pack(store: ExpertStore, arena: SlotArena, done: Completions, paced: PacedLink | None) -> Link:
-    from executor.copier import CudaCopier, MemoryReader  # noqa: PLC0415
+class MemoryPack:
+    """A whole pack in host memory (``store=ram``), read once; several runs may fetch from it.
 
-    if paced is not None:
-        raise UserError("link=paced with store=ram on a GPU: the copies are not paced; use store=disk or link=raw")
-    pack = PinnedArena(store.n_total, store.stride)
-    MemorySource(store, pack.memory)
-    reader = MemoryReader(pack, CudaCopier(arena, None, done))
-    return Link(reader, ReadMode(MEMORY, MEMORY, "", "memory"), None, None, (pack,))
+    ``pinned``: the same memory as a GPU's copy engine wants it, or None.
+    """
+
+    def __init__(self, store: ExpertStore, *, pinned: bool) -> None:
+        """Read all of it.  Raises PackError if there is not enough memory."""
+        n_bytes = store.n_total * store.stride
+        self.pinned = PinnedArena(store.n_total, store.stride) if pinned else None
+        try:
+            memory = self.pinned.memory if self.pinned else page_aligned(n_bytes)
+        except OSError as error:
+            raise PackError(
+                f"store=ram needs {n_bytes / 1e9:.1f} GB of memory: {error.strerror}; use store=disk"
+            ) from error
+        try:
+            self.source = MemorySource(store, memory)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Free it; no fetch is in flight."""
+        if self.pinned is not None:
+            self.pinned.close()
 
 
 def set_threads(threads: int | None) -> int:

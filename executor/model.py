@@ -15,7 +15,7 @@ or how a token is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -51,6 +51,25 @@ class Routing:
     scores: Sequence[Sequence[float]] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GateRows:
+    """One call of a gate; rows beyond the tokens that it was called for are padding.
+
+    ``chosen``: [rows, k], best first.  ``weights``: [rows, k], of the chosen.  ``scores``: [rows, E], probabilities.
+    ``residual``, ``expert_input``: [rows, H], what the gate read it from.
+    """
+
+    chosen: Tensor
+    weights: Tensor
+    scores: Tensor
+    residual: Tensor
+    expert_input: Tensor
+
+
+GateListener = Callable[[int, Sequence[int], GateRows], None]
+"""Hears the gates of prompts and decode tokens, on the compute thread: layer, slot of each token's request, rows."""
+
+
 @dataclass(slots=True)
 class _Request:
     """A request's place: its row, the token to feed next and that token's position."""
@@ -79,8 +98,9 @@ class Decoder:
     """A model without its experts, decoding up to ``max_requests`` requests of up to ``max_tokens`` tokens.
 
     ``model``: from ``families.build_shared``.  ``predict``: how many experts of the next layer each
-    gate output predicts (0: none).  ``shows_scores``, which may be set at any time: whether routing brings all scores
-    of a gate to the host.  The caller enters ``torch.inference_mode`` and, on CUDA, the stream.
+    gate output predicts (0: none).  Two may be set at any time: ``shows_scores``, whether routing brings all scores
+    of a gate to the host, and ``listener``, who hears every gate.  The caller enters ``torch.inference_mode`` and,
+    on CUDA, the stream.
     """
 
     def __init__(
@@ -95,6 +115,7 @@ class Decoder:
         self.tile = tile_rows(self.device) if tile is None else tile
         self.max_requests, self.max_tokens, self.predict = max_requests, max_tokens, predict
         self.shows_scores = False
+        self.listener: GateListener | None = None
         self.layers = [self.family.layer(m, config, i) for i, m in enumerate(model.model.layers)]
         self.states = [layer.new_state(max_requests, max_tokens, self.dtype, self.device) for layer in self.layers]
         self.requests: dict[RequestId, _Request] = {}
@@ -211,9 +232,12 @@ class Decoder:
         if given is not None:
             filler = [list(range(k))] * (self.tile - n)
             chosen = self._to_device([*given[part.first : part.first + n], *filler])
-        mix = torch.zeros_like(scores).scatter_(1, chosen, block.weights(scores, chosen))
+        weights = block.weights(scores, chosen)
+        mix = torch.zeros_like(scores).scatter_(1, chosen, weights)
         for kept, rows in ((self._residual, residual), (self._x, x), (self._mix, mix)):
             kept.index_copy_(0, part.index, rows[:n])
+        if self.listener is not None:
+            self.listener(layer, [m.slot for m in part.members], GateRows(chosen, weights, scores, residual, x))
         answer = [own]
         if self._predicts(layer):
             ahead = self.layers[layer + 1].scores(residual, x).topk(self.predict, dim=-1)

@@ -1,6 +1,6 @@
 """Making expert packs: ``python -m executor.pack``.
 
-Owns the writing of a pack, which is streamed (one expert, or some rows of one shared weight, in memory) and
+Owns the writing of a pack, which is streamed (a few experts, or some rows of one shared weight, in memory) and
 atomic: it is written under a temporary name beside its final one, which exists only once all is on disk.
 Knows neither the checkpoint's format nor how packs are read.
 """
@@ -8,16 +8,19 @@ Knows neither the checkpoint's format nor how packs are read.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +54,9 @@ Writes an expert pack: experts that can be read one by one, all other weights, a
 CHUNK_BYTES = 32 << 20
 """Shared weights are converted in pieces of about this size."""
 
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
 WriteBytes = Callable[[int, Any], int]
 """``os.write``; tests put failures here."""
 
@@ -59,7 +65,7 @@ class Source(Protocol):
     """Where weights come from: a checkpoint or a random generator.
 
     ``shared``: canonical name -> shape; ``expert_types``: how many expert matrices have which type in the source;
-    ``extra_files`` are copied.
+    ``extra_files`` are copied.  ``threads``: how many experts may be filled at one time.
     """
 
     name: str
@@ -71,6 +77,7 @@ class Source(Protocol):
     expert_types: Mapping[str, int]
     extra_files: tuple[Path, ...]
     random: bool
+    threads: int
 
     def expert(self, layer: int, index: int, geometry: ExpertGeometry, out: Bytes) -> None:
         """Fill ``out`` with one expert's ``expert_bytes``."""
@@ -204,27 +211,56 @@ class _File:
 
 
 def _write_experts(source: Source, geometry: ExpertGeometry, file: _File) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    checksums = np.empty((len(source.moe.layers), source.moe.n_experts), dtype=np.uint32)
-    stride = np.zeros(geometry.stride_bytes, dtype=np.uint8)
-    for layer in range(len(source.moe.layers)):
-        for index in range(source.moe.n_experts):
-            source.expert(layer, index, geometry, stride[: geometry.expert_bytes])
-            checksums[layer, index] = zlib.crc32(stride.data)
-            file.append(stride.data)
+    n_experts = source.moe.n_experts
+    checksums = np.empty((len(source.moe.layers), n_experts), dtype=np.uint32)
+    ahead = source.threads + 1
+    strides = np.zeros((ahead, geometry.stride_bytes), dtype=np.uint8)
+
+    def fill(number: int) -> int:
+        stride = strides[number % ahead]
+        source.expert(*divmod(number, n_experts), geometry, stride[: geometry.expert_bytes])
+        return zlib.crc32(stride.data)
+
+    for number, checksum in enumerate(_ahead(fill, range(checksums.size), source.threads)):
+        checksums.flat[number] = checksum
+        file.append(strides[number % ahead].data)
     file.close()
     return checksums
 
 
 def _write_shared(source: Source, header: bytes, shared_dtype: str, file: _File) -> int:
     dtype = _torch_dtype(shared_dtype)
+
+    def pieces() -> Iterator[tuple[str, int, int]]:
+        for name, shape in source.shared.items():
+            rows = prod(shape[:-1])
+            step = max(1, CHUNK_BYTES // (shape[-1] * 4))
+            for start in range(0, rows, step):
+                yield name, start, min(step, rows - start)
+
     file.add(header)
-    for name, shape in source.shared.items():
-        rows = prod(shape[:-1])
-        step = max(1, CHUNK_BYTES // (shape[-1] * 4))
-        for start in range(0, rows, step):
-            file.add(raw(source.shared_rows(name, start, min(step, rows - start), dtype)).data)
+    for data in _ahead(lambda piece: raw(source.shared_rows(*piece, dtype)).data, pieces(), source.threads):
+        file.add(data)
     file.close()
     return file.crc32
+
+
+def _ahead(make: Callable[[Item], Made], items: Iterable[Item], threads: int) -> Iterator[Made]:
+    """``make`` of each item, in order, made by ``threads`` while the caller uses what came before.
+
+    At most ``threads`` results are made or wait beside the one in use.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        left = iter(items)
+        making = deque(pool.submit(make, item) for item in itertools.islice(left, threads))
+        try:
+            while making:
+                made = making.popleft().result()
+                making.extend(pool.submit(make, item) for item in itertools.islice(left, 1))
+                yield made
+        finally:
+            for waiting in making:
+                waiting.cancel()
 
 
 def _safetensors_header(shared: Mapping[str, tuple[int, ...]], shared_dtype: str) -> bytes:

@@ -1,8 +1,9 @@
 """Prefill: a prompt through the model layer by layer, its experts in waves through a few scratch slots.
 
-All tokens of the prompt but the last go through here; the last one is the request's first decode
-step, so every token that a request *generates* comes from the decode path.  Prompts go one at a time,
-so their bits depend on nothing else.
+All tokens of a prompt but the last go through here; the last one is the request's first decode
+step, so every token that a request *generates* comes from the decode path.  Prompts that are opened
+together share the reads of each layer, but every product is of one prompt alone, so its bits depend
+on nothing else.
 
 The decision core has no part in it, and its cache stays what it was: a prompt uses experts that are
 resident where they lie, and reads the others into scratch slots that the core does not own.  Prefill
@@ -11,7 +12,8 @@ runs between steps, when nothing can evict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,21 +22,25 @@ from torch import Tensor
 from executor.backend import Slots, TorchBackend
 from executor.experts import ExpertWeights, expert_mlp
 from executor.families.common import PromptTurn
-from executor.model import Decoder
+from executor.model import Decoder, GateRows
 from policies.core.types import ExpertId, RequestId, UserError
+
+SAY_LAYERS = 8
+"""How often ``say`` hears how far a prefill has come."""
 
 
 class PromptPass:
     """One prompt on its way through the layers; every method runs where the model lives."""
 
     def __init__(self, decoder: Decoder, slot: int, tokens: Sequence[int]) -> None:
-        self._decoder, self._turn = decoder, PromptTurn(decoder.states, slot)
+        self._decoder, self._turn, self._slot = decoder, PromptTurn(decoder.states, slot), slot
         ids = torch.tensor([list(tokens)], device=decoder.device)
         positions = torch.arange(len(tokens), device=decoder.device)[None]
         hidden = decoder.model.model.embed_tokens(ids)
         self._rotary = decoder.family.rotary(decoder.model, hidden, positions)
         self._residual: Tensor = hidden[0]
-        self._x = self._chosen = self._mix = self._routed = torch.empty(0)
+        self._x = self._chosen = self._mix = self._routed = self._order = torch.empty(0)
+        self._spans: dict[int, tuple[int, int]] = {}
 
     def attend(self, layer: int) -> list[int]:
         """Attention and gate of ``layer``; the numbers of the experts that its tokens chose, ascending."""
@@ -44,15 +50,26 @@ class PromptPass:
         scores = block.scores(residual, self._x)
         self._chosen = scores.topk(self._decoder.spec.top_k, dim=-1).indices
         self._mix = block.weights(scores, self._chosen)
+        if self._decoder.listener is not None:
+            rows = GateRows(self._chosen, self._mix, scores, residual, self._x)
+            self._decoder.listener(layer, [self._slot] * len(residual), rows)
         self._routed = torch.zeros_like(residual, dtype=torch.float32)
-        numbers: list[int] = torch.unique(self._chosen).tolist()  # ascending
-        return numbers
+        # Sorted once, an expert's tokens are a slice: no expert has to be searched for on the device.
+        flat = self._chosen.reshape(-1)
+        self._order = flat.argsort(stable=True)
+        counts: list[int] = torch.bincount(flat, minlength=self._decoder.spec.n_experts).tolist()
+        ends = itertools.accumulate(counts)
+        self._spans = {number: (end - n, end) for number, (n, end) in enumerate(zip(counts, ends, strict=True)) if n}
+        return list(self._spans)
 
     def add(self, number: int, weights: ExpertWeights) -> None:
-        """One expert over all tokens that chose it; called in ascending number, which fixes the sum's order."""
-        rows, ranks = torch.where(self._chosen == number)
+        """One expert over all tokens that chose it, if any; in ascending number, which fixes the sum's order."""
+        if number not in self._spans:
+            return
+        chosen = self._order[slice(*self._spans[number])]
+        rows = chosen // self._decoder.spec.top_k
         y = expert_mlp(self._x[rows], weights, self._decoder.activation)
-        self._routed.index_add_(0, rows, y.float() * self._mix[rows, ranks, None])
+        self._routed.index_add_(0, rows, y.float() * self._mix.reshape(-1)[chosen, None])
 
     def merge(self, layer: int) -> None:
         """The MoE's result goes into the residual stream."""
@@ -67,19 +84,43 @@ class Prefill:
     """
 
     def __init__(
-        self, backend: TorchBackend, slots: Slots, scratch: Sequence[int], resident: Callable[[ExpertId], int | None]
+        self,
+        backend: TorchBackend,
+        slots: Slots,
+        scratch: Sequence[int],
+        resident: Callable[[ExpertId], int | None],
+        say: Callable[[str], object] = lambda line: None,
     ) -> None:
         if not scratch:
             raise UserError("prefill has no scratch slot to read experts into; give it at least 1")
         self._backend, self._slots, self._scratch, self._resident = backend, slots, list(scratch), resident
+        self._say = say
         self.experts_read = 0
 
-    def open(self, request: RequestId, prompt: Sequence[int]) -> None:
-        """Prefill ``prompt`` and leave ``request`` ready for its first decode step.
+    def open(self, prompts: Mapping[RequestId, Sequence[int]]) -> None:
+        """Prefill each request's prompt and leave it ready for its first decode step.
 
         Raises UserError for an empty prompt or one that is longer than the decoder has room for.
         """
         decoder, call = self._backend.decoder, self._backend.call
+        for request, prompt in prompts.items():
+            self._check(request, prompt)
+        passes = []
+        for request, prompt in prompts.items():
+            slot = call(partial(decoder.open, request, prompt[-1]))
+            if len(prompt) > 1:
+                passes.append(call(partial(PromptPass, decoder, slot, prompt[:-1])))
+        for layer in range(decoder.spec.n_layers) if passes else ():
+            if layer % SAY_LAYERS == 0:
+                self._say(f"prefill of {len(passes)} prompts: layer {layer} of {decoder.spec.n_layers}")
+            chosen = call(partial(_attend, passes, layer))
+            self._experts(layer, passes, chosen)
+            call(partial(_merge, passes, layer))
+        for request, prompt in prompts.items():
+            decoder.requests[request].position = len(prompt) - 1
+
+    def _check(self, request: RequestId, prompt: Sequence[int]) -> None:
+        decoder = self._backend.decoder
         vocabulary = decoder.model.config.vocab_size
         if not prompt or len(prompt) >= decoder.max_tokens:
             raise UserError(
@@ -90,16 +131,8 @@ class Prefill:
             raise UserError(
                 f"request {request}: a token id is outside the vocabulary of {vocabulary}; use the model's tokenizer"
             )
-        slot = call(partial(decoder.open, request, prompt[-1]))
-        if len(prompt) == 1:
-            return
-        work = call(partial(PromptPass, decoder, slot, prompt[:-1]))
-        for layer in range(decoder.spec.n_layers):
-            self._experts(layer, work, call(partial(work.attend, layer)))
-            call(partial(work.merge, layer))
-        decoder.requests[request].position = len(prompt) - 1
 
-    def _experts(self, layer: int, work: PromptPass, numbers: list[int]) -> None:
+    def _experts(self, layer: int, passes: Sequence[PromptPass], numbers: Sequence[int]) -> None:
         """Read ahead as far as scratch slots reach, and compute in ascending order as experts land."""
         base = layer * self._backend.decoder.spec.n_experts
         place = {number: self._resident(base + number) for number in numbers}
@@ -118,14 +151,26 @@ class Prefill:
             if slot is None:
                 slot = borrowed[number]
                 self._backend.landed(base + number)
-            self._backend.call(partial(self._add, work, number, slot))
+            self._backend.call(partial(self._add, passes, number, slot))
             if number in borrowed:
                 free.append(borrowed.pop(number))
             read_ahead()
 
-    def _add(self, work: PromptPass, number: int, slot: int) -> None:
+    def _add(self, passes: Sequence[PromptPass], number: int, slot: int) -> None:
         """On the compute thread, where a slot's weights may have to be converted."""
-        work.add(number, self._slots.weights(slot))
+        weights = self._slots.weights(slot)
+        for work in passes:
+            work.add(number, weights)
+
+
+def _attend(passes: Sequence[PromptPass], layer: int) -> list[int]:
+    """The experts that any of the prompts chose, ascending."""
+    return sorted({number for work in passes for number in work.attend(layer)})
+
+
+def _merge(passes: Sequence[PromptPass], layer: int) -> None:
+    for work in passes:
+        work.merge(layer)
 
 
 def scratch_slots(capacity: int, readers: int) -> range:

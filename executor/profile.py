@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from executor import host
-from executor.job_fit import JobFit, JobSample, table
+from executor.job_fit import JobFit, JobSample, job_samples, level, table
 from executor.link_curve import LinkPoint
 from executor.pack_model import model_node
 from executor.store import ExpertStore
+from policies.core.journal import read_journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +31,31 @@ class Calibration:
     memory_bytes_per_s: float
     pcie_bytes_per_s: float | None
     clocks: Mapping[str, Any] | None
-    context_tokens: int
+    context_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRun:
-    """What runs over the link showed: the rate while it was busy, and how much reading slows computing."""
+    """What runs over the link showed: the rate while it was busy, and how much reading slows computing.
+
+    ``in_order``: one transfer moves at a time.
+    """
 
     bytes_per_s: float
     contention: float
-    paced: bool
+    in_order: bool
+
+
+def as_seen(
+    name: str, store: ExpertStore, found: Calibration, link: LinkRun, *, run: Path, bytes_per_s: float, readers: int
+) -> dict[str, Any]:
+    """The device YAML of a machine as ``run`` met it: its speed moves within minutes.
+
+    What a job's time is made of is the calibration's; how fast machine and link were in that minute, the run's.
+    """
+    samples = job_samples(record for record in read_journal(run / "journal.jsonl.gz")[1] if record.t_s > 0)
+    then = replace(found, fit=found.fit.scaled(level(samples, found.fit, store.spec.n_layers)))
+    return profile(name, store, then, replace(link, bytes_per_s=bytes_per_s), readers=readers)
 
 
 def fewest_readers(found: Calibration, stride: int) -> int:
@@ -52,17 +68,17 @@ def profile(name: str, store: ExpertStore, found: Calibration, link: LinkRun, *,
     """The device YAML: the constants that the simulator reads, and under ``measured`` all that was seen."""
     fit = found.fit
     whole = [point for point in found.curve if point.size_bytes == store.stride]
-    one = next(point for point in whole if point.readers == 1)
+    one = next((point for point in whole if point.readers == 1), None)
     quantisation = model_node(store)["quantisation"]
     how = "seen by a run over the link while it was busy"
     sharing = {
-        "sharing": "one_at_a_time" if link.paced else "fair",
+        "sharing": "one_at_a_time" if link.in_order else "fair",
         "bytes_per_s": _marked(link.bytes_per_s, how),
         "readers": _marked(readers, "reader threads of the run"),
         "latency_s": _marked(0.0, "contained in the rates"),
         "read_splits": _marked(1, "one read an expert"),
     }
-    if not link.paced:
+    if one is not None and not link.in_order:
         cap = min(one.bytes_per_s, link.bytes_per_s)
         sharing["per_reader_bytes_per_s"] = _marked(cap, "one reader, an expert a read")
     note = f"least squares over {fit.samples} jobs, spread {fit.spread:.0%}"
@@ -72,7 +88,7 @@ def profile(name: str, store: ExpertStore, found: Calibration, link: LinkRun, *,
         "kind": "affine",
         "a_s": _marked(fit.layer_s, note),
         "b_s": _marked(fit.expert_s, note),
-        "c_s": _marked(fit.request_s, f"{note}; at a context of {found.context_tokens} tokens"),
+        "c_s": _marked(fit.request_s, f"{note}; at the contexts of the runs, {found.context_tokens or 'which differ'}"),
         "c_per_token_s": {"value": 0.0, "source": "assumed", "note": "one context length was measured"},
         "head_s": _marked(fit.head_s, "mean of the heads"),
     }

@@ -6,6 +6,7 @@ Owns how noise is made directly in the stored form: fast, seeded, and of the siz
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class RandomSource:
     random = True
     extra_files: tuple[Path, ...] = ()
     expert_types: Mapping[str, int] = {}
+    threads = min(8, os.cpu_count() or 1)
 
     def __init__(self, name: str, config: Mapping[str, Any], seed: int) -> None:
         """``config``: a Hugging Face (text) config with its ``model_type``."""

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +29,9 @@ Posted = tuple[Event, float] | BaseException
 
 Completions = queue.SimpleQueue[Posted]
 
+Due = Callable[[], float]
+"""Called when a fetch is complete: waits until it may count as such, on a paced link, and returns that time."""
+
 JOIN_S = 5.0
 """How long ``close`` waits for a read in progress."""
 
@@ -40,8 +43,8 @@ class Landing(Protocol):
         """The page-aligned buffer for this fetch; may block until one is free."""
         ...
 
-    def landed(self, fetch: Fetch, buffer: memoryview) -> None:
-        """All bytes are in ``buffer``: post ``FetchDone``, now or when they have reached the slot."""
+    def landed(self, fetch: Fetch, buffer: memoryview, due: Due) -> None:
+        """All bytes are in ``buffer``: post ``FetchDone`` at the time of ``due()``, now or from the slot."""
         ...
 
     @property
@@ -76,9 +79,9 @@ class SlotLanding:
         """See :class:`Landing`; never blocks."""
         return self._slots[fetch.slot]
 
-    def landed(self, fetch: Fetch, buffer: memoryview) -> None:
+    def landed(self, fetch: Fetch, buffer: memoryview, due: Due) -> None:
         """See :class:`Landing`."""
-        self._completions.put((FetchDone(fetch.fetch), time.perf_counter()))
+        self._completions.put((FetchDone(fetch.fetch), due()))
 
     def unblock(self) -> None:
         """Nothing blocks here."""
@@ -100,7 +103,7 @@ class ReadCounters:
 @dataclass(frozen=True, slots=True)
 class _Order:
     fetch: Fetch
-    due_s: float | None
+    due: Due
 
 
 class ReaderPool:
@@ -137,11 +140,11 @@ class ReaderPool:
     def submit(self, fetch: Fetch) -> None:
         """Read an expert into its slot; the completion is posted later."""
         stride = self._source.store.stride
-        due_s = self._link.reserve(stride, time.perf_counter()) if self._link else None
+        due = self._link.begin(self._source.store.expert_bytes) if self._link else time.perf_counter
         with self._lock:
             self.counters.fetches += 1
             self.counters.bytes_requested += stride
-        self._orders.put(_Order(fetch, due_s))
+        self._orders.put(_Order(fetch, due))
 
     @property
     def alive(self) -> bool:
@@ -184,12 +187,10 @@ class ReaderPool:
         n_bytes = self._source.read(fetch.expert, buffer)
         if self._verify and zlib.crc32(buffer[: store.stride]) != store.checksum(fetch.expert):
             raise self._error(fetch, f"its checksum differs; run python -m executor.verify {store.path}")
-        if self._link is not None and order.due_s is not None:
-            self._link.hold(order.due_s)
         with self._lock:
             self.counters.reads += 1
             self.counters.bytes_read += n_bytes
-        self._landing.landed(fetch, buffer)
+        self._landing.landed(fetch, buffer, order.due)
 
     def _error(self, fetch: Fetch, reason: str) -> FetchError:
         store = self._source.store

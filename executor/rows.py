@@ -22,9 +22,9 @@ class RowRuleError(UserError):
     """This machine computes a row differently in different company; tokens would depend on the schedule."""
 
 
-def tile_rows(device: torch.device) -> int:
+def tile_rows(device: torch.device | str) -> int:
     """Rows of every product: 8 on a CPU; 16, the height of a tensor core's operand, on CUDA."""
-    return 16 if device.type == "cuda" else 8
+    return 16 if torch.device(device).type == "cuda" else 8
 
 
 def tiles(rows: Sequence[int], tile: int, pad: int) -> list[list[int]]:

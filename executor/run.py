@@ -12,7 +12,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,23 @@ from tqdm import tqdm
 from conf import rundir
 from executor import host
 from executor.backend import TorchBackend
+from executor.fast.backend import StreamBackend
+from executor.fast.choice import check_choice, open_fast, why_declined
+from executor.fast.decoder import FastDecoder
 from executor.generate import Completion, Generation, resident_in
-from executor.live_predictor import live_predictor
-from executor.machine import Link, OwnClock, open_link, set_threads
+from executor.live_predictor import LivePredictor, live_predictor
+from executor.machine import Link, MemoryPack, OwnClock, open_link, set_threads
 from executor.model import Decoder
+from executor.pace import SLACK_S, Instant, PacedLink
 from executor.prefill import Prefill, scratch_slots
 from executor.prompts import Prompts, load_prompts, stop_tokens
+from executor.record import DEFAULT_COLUMNS, TraceRecorder
 from executor.routing import JournalRouting, ReplayedJournal
 from executor.sampling import Greedy, Sampler, Seeded
 from executor.settings import MachineSettings
 from executor.slots import SlotArena
+from executor.stages import Stages
+from executor.stand_in import batch_seconds, in_flight, link_of, stand_in
 from executor.store import ExpertStore
 from executor.summary import summarise
 from executor.traced import TracedRequests
@@ -39,7 +46,7 @@ from executor.warm import InstantBackend
 from executor.weights import SlotWeights, open_decoder
 from policies.build import build_core, build_predictor, cache_slots
 from policies.core.driver import drive
-from policies.core.journal import Journal, Record, ReplayBackend, ReplayWorkload, read_journal
+from policies.core.journal import Journal, Record, ReplayBackend, ReplayWorkload, read_journal, step_times
 from policies.core.messages import StepBegin
 from policies.core.protocols import Backend, Workload
 from policies.core.types import ExpertId, ModelSpec, UserError
@@ -55,9 +62,10 @@ def validate(settings: Mapping[str, Any]) -> None:
     machine = MachineSettings.from_settings(settings)
     store = ExpertStore.open(machine.pack)
     check_model(settings, store)
-    build_core(settings, store.spec, machine.in_flight)
+    build_core(settings, store.spec, in_flight(machine, stand_in(settings, machine)))
     if machine.torch_device == "cuda" and not torch.cuda.is_available():
         raise UserError("torch_device=cuda, but torch sees no GPU; set torch_device=cpu")
+    check_choice(settings, machine, store)
     if machine.mode == "live":
         load_prompts(store, machine.prompts, settings["concurrency"], machine.prompt_tokens, settings["seed"])
         live_predictor(settings, store.spec)
@@ -78,24 +86,35 @@ class OpenRun:
     """One system, ready to decode on this machine: own core, cache slots, readers, threads and journal.
 
     Several may be open at one time and take turns (``decode``): a clock stands while it is not its turn.
-    ``shared``: another run's decoder whose weights this one uses too.  Use it as a context manager.
+    ``shared``: another run's decoder whose weights this one uses too; ``memory``: with ``store=ram``, the pack that is
+    in memory already.  Use it as a context manager.
     """
 
-    def __init__(self, settings: Mapping[str, Any], journal: Path, shared: Decoder | None = None) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        journal: Path,
+        shared: Decoder | None = None,
+        memory: MemoryPack | None = None,
+    ) -> None:
         """Raises UserError for settings that cannot run; opens files and starts threads in ``__enter__`` only."""
         self.settings, self.machine = settings, MachineSettings.from_settings(settings)
         self.store = ExpertStore.open(self.machine.pack)
         check_model(settings, self.store)
+        self.device = stand_in(settings, self.machine)
+        self._say = Stages(self.store.n_total * self.store.stride)
         self.steps = 0
         self.meter = host.IoMeter()
         self.clocks = host.Clocks(self.machine.torch_device)
         self.prompts: Prompts | None = None
         self.completions: list[Completion] = []
-        self._journal_path, self._shared = journal, shared
+        self.recorder: TraceRecorder | None = None
+        self._journal_path, self._shared, self._memory = journal, shared, memory
         self._records: list[Record] = []
         self._exit = ExitStack()
         self.routing: dict[str, Any] = {}
         self._digest, self.warnings = "", list[str]()
+        self.faults: list[str] = []  # found by whoever lets it run: why its times are not to be believed
 
     # ------------------------------------------------------------------ life
 
@@ -106,7 +125,7 @@ class OpenRun:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._exit.close()
+        self._exit.__exit__(*error)
 
     def _open(self, stack: ExitStack) -> None:
         settings, machine, store = self.settings, self.machine, self.store
@@ -115,31 +134,41 @@ class OpenRun:
         predict = _predicted(settings, spec) if live else 0
         if self._shared is None:
             set_threads(machine.threads)
+            self._say("loading the shared weights, then checking the row rule at their shapes")
             self.decoder = open_decoder(store, settings["concurrency"], max_tokens, machine.torch_device, predict)
             self.decoder.check_rows()
         else:
             self.decoder = Decoder(self._shared.model, settings["concurrency"], max_tokens, predict=predict)
-        self.core = build_core(settings, spec, machine.in_flight)
+        if machine.record_trace is not None and self.prompts is not None:
+            columns = machine.record_columns or DEFAULT_COLUMNS
+            recorder = TraceRecorder(
+                Path(machine.record_trace), self.decoder, store.manifest, self.prompts.tokens, columns
+            )
+            self.recorder = stack.enter_context(recorder)
+            self.warnings.append(f"times include the recording of {machine.record_trace}")
+        self.core = build_core(settings, spec, in_flight(machine, self.device))
         capacity = cache_slots(settings, spec)
         scratch = scratch_slots(capacity, machine.readers) if live else range(0)
         arena = SlotArena(store, capacity + len(scratch), self.decoder.device)
         done: Any = queue.SimpleQueue()
-        self.link: Link = open_link(store, arena, machine, done)
+        sharing = link_of(machine, self.device)
+        self.moment = Instant(0.0 if sharing is None else SLACK_S)
+        paced = PacedLink(sharing, self.moment) if sharing is not None else None
+        if machine.store == "ram" and self._memory is None:
+            self._say(f"reading {store.n_total * store.stride / 1e9:.1f} GB of experts into host memory")
+        self.link: Link = open_link(store, arena, machine, done, paced=paced, pack=self._memory)
         stack.callback(self.link.close)
         routing = loaded.routing if loaded else JournalRouting(self._records) if self._records else None
         instant = self._instant(loaded)
         self.slots = SlotWeights(arena, self.decoder.dtype)
+        predictor = live_predictor(settings, spec) if live else None
+        given: dict[str, Any] = {"sampler": self._sampler(), "routing": routing, "first_step": instant}
+        given |= {"paced_s": batch_seconds(self.device, self.decoder) if self.device else None, "instant": self.moment}
+        self.fast = self._fast(arena, predictor)
         self.backend = stack.enter_context(
-            TorchBackend(
-                self.decoder,
-                self.slots,
-                self.link.reader,
-                done,
-                sampler=self._sampler(),
-                routing=routing,
-                first_step=instant,
-                predictor=live_predictor(settings, spec) if live else None,
-            )
+            TorchBackend(self.decoder, self.slots, self.link.reader, done, **given, predictor=predictor)
+            if self.fast is None
+            else StreamBackend(self.fast, self.link.reader, done, **given, predictor=predictor)
         )
         self.clock = OwnClock(self.backend)
         header = {"config": dict(settings), "model": asdict(spec), "trace": self._digest}
@@ -147,12 +176,25 @@ class OpenRun:
         self.journal = stack.enter_context(journal or Journal(self._journal_path, header))
         if instant and loaded is not None:
             self._warm(loaded, instant)
+        self._say("ready")
         self._paced: Backend = ReplayBackend(self.clock, self._records) if self._records else self.clock
         self._work = self._workload(loaded, scratch)
 
+    def _fast(self, arena: SlotArena, predictor: LivePredictor | None) -> FastDecoder | None:
+        """The fast path; None if it was not asked for, or this system needs what it does not show."""
+        if self.machine.kernels != "triton":
+            return None
+        declined = why_declined(self.machine, predictor)
+        if declined is not None:
+            self.warnings.append(f"runs with kernels=torch, not triton as was asked for: {declined}")
+            return None
+        return open_fast(self.settings, self.machine, self.decoder, arena, self.store)
+
     def _requests(self) -> tuple[ModelSpec, LoadedWorkload | None, int]:
         """The model as it is run, where routing comes from, and the most tokens that a request may have."""
-        settings, spec = self.settings, self.store.spec
+        settings = self.settings
+        # A random pack gets the routing of the model whose shapes it has, as in the simulator.
+        spec = replace(self.store.spec, name=str(settings["model"]["name"]))
         steps = int(settings["steps"])
         if self.machine.mode == "live":
             count, seed = int(settings["concurrency"]), int(settings["seed"])
@@ -182,7 +224,7 @@ class OpenRun:
 
     def _workload(self, loaded: LoadedWorkload | None, scratch: range) -> Workload:
         if self.prompts is not None:
-            prefill = Prefill(self.backend, self.slots, scratch, resident_in(self.core))
+            prefill = Prefill(self.backend, self.slots, scratch, resident_in(self.core), say=self._say)
             new, stop = int(self.settings["steps"]), stop_tokens(self.store)
             work = Generation(self.backend, prefill, self.prompts.tokens, max_new_tokens=new, stop=stop)
             self.completions = work.completions
@@ -197,6 +239,7 @@ class OpenRun:
         world = InstantBackend(loaded.routing, loaded.model.n_layers)
         drive(self.core, Turn(loaded.workload, steps), world, journal=self.journal, check=self.settings["check"])
         self.steps += steps
+        self._say(f"filling the cache: {len(self.core.cache.entries)} experts")
         residents: dict[ExpertId, int] = {expert: entry.slot for expert, entry in self.core.cache.entries.items()}
         self.backend.read(residents)
         for expert in residents:
@@ -209,9 +252,12 @@ class OpenRun:
         turn = Turn(self._work, steps)
         self.clocks.sample()
         self.meter.begin(self.link.counters.bytes_read)
+        self.moment.saw(time.perf_counter())
         self.clock.resume()
+        told = step_times(self._records).__getitem__ if self._records else None
+        check = self.settings["check"]
         try:
-            drive(self.core, turn, self._paced, journal=self.journal, check=self.settings["check"], on_step=on_step)
+            drive(self.core, turn, self._paced, journal=self.journal, check=check, on_step=on_step, step_s=told)
         finally:
             self.clock.pause()
         self.meter.end(self.link.counters.bytes_read)
@@ -274,6 +320,8 @@ def execute(settings: Mapping[str, Any], folder: Path, progress: bool, *, measur
 
 def finish(run: OpenRun, folder: Path, measure: Measure, **more: Any) -> dict[str, Any]:
     """Write what a closed run leaves beside its journal; returns the summary."""
+    if run.recorder is not None:
+        run.recorder.write()
     summary = {**summarise(run, measure(folder, run.settings)), **more}
     if run.prompts is not None:
         lines = [

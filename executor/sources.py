@@ -6,14 +6,17 @@ threads, no slots and no time.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from tqdm import tqdm
 
 from executor.errors import FetchError, PackError
 from executor.geometry import ALIGNMENT_BYTES
@@ -24,6 +27,9 @@ DIRECT = "direct"
 DROPPED = "buffered, dropped from the page cache after each read"
 BUFFERED = "buffered"
 MEMORY = "memory"
+
+LOADERS = 8
+"""Threads that bring a pack into memory."""
 
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 _MAX_EMPTY_ROUNDS = 8
@@ -181,12 +187,19 @@ class MemorySource:
         self.arena = arena
         self.mode = ReadMode(MEMORY, MEMORY, "", "memory")
         self._bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(arena, dtype=np.uint8)
-        disk = DiskSource(store, ops=ops)
-        try:
-            for expert in range(store.n_total):
-                disk.read(expert, self.view(expert))
-        finally:
-            disk.close()
+        with (
+            contextlib.closing(DiskSource(store, ops=ops)) as disk,
+            ThreadPoolExecutor(LOADERS) as pool,
+            tqdm(total=arena.nbytes, desc="pack to memory", unit="B", unit_scale=True, disable=None) as bar,
+        ):
+            loading = [pool.submit(disk.read, expert, self.view(expert)) for expert in range(store.n_total)]
+            try:
+                for each in loading:
+                    each.result()
+                    bar.update(store.stride)
+            finally:
+                for each in loading:
+                    each.cancel()
 
     def view(self, expert: ExpertId) -> memoryview:
         """An expert's bytes in the arena."""

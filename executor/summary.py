@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from executor import host
+from executor import host, stand_in
 from executor.generate import Completion
 from policies.build import cache_slots
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from executor.run import OpenRun
 
 HELD_SHARE = 0.95
-"""A paced link that gave less than this share of its rate was not held to it."""
+"""A paced link that gave less than this share of its rate was not held to it, if reads came late."""
+
+LATE_SHARE = 0.05
+"""More reads or batches than this that came late are worth a warning."""
 
 
 def summarise(run: OpenRun, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,7 +27,7 @@ def summarise(run: OpenRun, metrics: Mapping[str, Any]) -> dict[str, Any]:
     settings, machine, store, core = run.settings, run.machine, run.store, run.core
     spec, mode, counters = core.model, run.link.mode, run.link.counters
     slots = cache_slots(settings, spec)
-    invalid = host.why_invalid(run.meter, mode.measures_disk) if machine.store == "disk" else []
+    invalid = [*run.faults, *(host.why_invalid(run.meter, mode.measures_disk) if machine.store == "disk" else [])]
     times, batches = run.backend.times, max(1, run.backend.times.batches)
     live = run.prompts is not None
     return {
@@ -38,7 +41,7 @@ def summarise(run: OpenRun, metrics: Mapping[str, Any]) -> dict[str, Any]:
         "runahead": core.runahead,
         "layers_in_waves": core.layers_in_waves,
         "mode": "live" if live else "replay",
-        "link": machine.link_name,
+        **stand_in.describe(machine, run.device),
         "pack": {
             "name": store.manifest.name,
             "dtype": store.manifest.dtype,
@@ -46,6 +49,7 @@ def summarise(run: OpenRun, metrics: Mapping[str, Any]) -> dict[str, Any]:
             "expert_bytes": store.expert_bytes,
         },
         "read_mode": mode.describe(),
+        "kernels": {"name": "torch"} if run.fast is None else {"name": "triton", **run.fast.describe()},
         "valid": not invalid,
         "invalid": invalid,
         "bytes_read": run.meter.asked_bytes,
@@ -54,6 +58,7 @@ def summarise(run: OpenRun, metrics: Mapping[str, Any]) -> dict[str, Any]:
         "read_over_needed": counters.bytes_read / max(1, counters.fetches * store.stride),
         "pack_cached_share": host.cached_share(store.experts_path),
         "paced_late_share": run.link.late_share,
+        "paced_late_batches_share": times.late / batches if run.device else None,
         "foreign_experts": times.foreign,
         "routing": run.routing,
         "clocks": run.clocks.describe(),
@@ -64,7 +69,8 @@ def summarise(run: OpenRun, metrics: Mapping[str, Any]) -> dict[str, Any]:
             *([f"runahead {core.runahead}"] if core.runahead.startswith("off") else []),
             *([f"random weights ({store.manifest.name}): for timing only"] if store.manifest.random else []),
             *([f"invalid: {reason}" for reason in invalid]),
-            *_paced_warning(machine.bytes_per_s, metrics["link_bytes_per_s"]),
+            *_paced_warnings(run, metrics["link_bytes_per_s"]),
+            *stand_in.warnings(run.device),
             *run.warnings,
             *run.clocks.warnings(),
             *metrics["warnings"],
@@ -74,16 +80,27 @@ def summarise(run: OpenRun, metrics: Mapping[str, Any]) -> dict[str, Any]:
             "start": 1e6 * times.start_s / batches,
             "notice": 1e6 * times.notice_s / batches,
             "compute": 1e6 * times.compute_s / batches,
+            "blocked": 1e6 * times.blocked_s / batches,
             "handle_calls": run.clock.calls / batches,
         },
         "host_load_average": host.load_average(),
     }
 
 
-def _paced_warning(asked: float | None, seen: float | None) -> list[str]:
-    if asked is None or seen is None or seen >= HELD_SHARE * asked:
-        return []
-    return [f"the disk could not hold the paced {asked / 1e9:.2f} GB/s: {seen / 1e9:.2f} seen; lower bytes_per_s"]
+def _paced_warnings(run: OpenRun, seen: float | None) -> list[str]:
+    lines = []
+    sharing, late = stand_in.link_of(run.machine, run.device), run.link.late_share or 0.0
+    if sharing is not None and seen is not None and late > LATE_SHARE and seen < HELD_SHARE * sharing.bytes_per_s:
+        lines.append(
+            f"the source could not hold the paced {sharing.bytes_per_s / 1e9:.2f} GB/s: {seen / 1e9:.2f} seen, "
+            f"{late:.0%} of the reads late; lower the rate"
+        )
+    late = run.backend.times.late / max(1, run.backend.times.batches)
+    if run.device is not None and late > LATE_SHARE:
+        lines.append(
+            f"{late:.0%} of the batches took longer than on {run.device.label}: it is faster than this machine"
+        )
+    return lines
 
 
 def _latencies(completions: Sequence[Completion]) -> list[dict[str, Any]]:

@@ -87,7 +87,7 @@ def quick_curve(monkeypatch):
     """Short reads; and no limit from this machine's memory, which a tiny file in the page cache may exceed."""
     whole = command.measure_curve
     monkeypatch.setattr(command, "measure_curve", lambda *a, **k: whole(*a, **{**k, "seconds": 0.01}))
-    monkeypatch.setattr(command, "memory_bytes_per_s", lambda: 1e12)
+    monkeypatch.setattr(command, "memory_bytes_per_s", lambda device="cpu": 1e12)
 
 
 def arguments(pack, out, *more):
@@ -114,7 +114,7 @@ def test_a_profile_is_written_and_the_simulator_runs_on_it(pace, tmp_path, quick
 
 
 def test_a_figure_above_the_machines_memory_is_refused(tmp_path, quick_curve, monkeypatch, capsys):
-    monkeypatch.setattr(command, "memory_bytes_per_s", lambda: 1.0)
+    monkeypatch.setattr(command, "memory_bytes_per_s", lambda device="cpu": 1.0)
     assert command.main(arguments(tiny_pack(tmp_path), tmp_path / "conf")) == 2
     assert "above this machine's memory rate" in capsys.readouterr().err
     assert not (tmp_path / "conf").exists()

@@ -124,7 +124,7 @@ def test_a_real_model_needs_real_prompts(tmp_path, capsys):
 
 @pytest.mark.parametrize("system", ["llama_cpp", "llama_cpp_lfu", "static_2_2", "bevy", "bevy_fifo", "bevy_prefetch"])
 def test_a_simulated_journal_gives_equal_decisions_here(system, tiny, tmp_path):
-    from analysis.metrics import write_metrics
+    from analysis.metrics import Metrics
     from conf import rundir
     from sim.run import simulate
 
@@ -133,7 +133,7 @@ def test_a_simulated_journal_gives_equal_decisions_here(system, tiny, tmp_path):
     sim = tmp_path / "sim"
     sim.mkdir()
     rundir.write_records(sim, recorded(settings))
-    simulate(recorded(settings), sim, False, measure=write_metrics)
+    simulate(recorded(settings), sim, False, measure=Metrics)
     # Its own settings are the journal's, whatever the command line says.
     assert main(quick(tiny, tmp_path, "system=llama_cpp", f"journal={sim / 'journal.jsonl.gz'}")) == 0
     found = compare_runs(sim, the_run(tmp_path))

@@ -136,7 +136,7 @@ def test_prefill_uses_residents_and_reads_only_the_rest(model):
     decoder, slots, reader, done, core, scratch = world(model, capacity=64, concurrency=1)
     with TorchBackend(decoder, slots, reader, done, sampler=Greedy()) as backend:
         prefill = Prefill(backend, slots, scratch, resident_in(core))
-        prefill.open(0, GIVEN[4])
+        prefill.open({0: GIVEN[4]})
         cold = prefill.experts_read
         assert 4 * 4 <= cold <= 64  # at least the top-4 of every layer, each expert once
         before = reader.reads
@@ -149,9 +149,27 @@ def test_prefill_uses_residents_and_reads_only_the_rest(model):
             core.cache.fill(expert)
         assert reader.reads == before + 64
         decoder.close(0)
-        prefill.open(0, GIVEN[4])
+        prefill.open({0: GIVEN[4]})
         assert prefill.experts_read == cold
     reader.close()
+
+
+def test_prompts_that_are_opened_together_share_reads_and_nothing_else(model):
+    reads, pasts = [], []
+    for groups in ([{0: GIVEN[4], 1: GIVEN[0]}], [{0: GIVEN[4]}, {1: GIVEN[0]}], [{0: GIVEN[0]}]):
+        decoder, slots, reader, done, core, scratch = world(model, concurrency=2)
+        with TorchBackend(decoder, slots, reader, done, sampler=Greedy()) as backend:
+            prefill = Prefill(backend, slots, scratch, resident_in(core))
+            for prompts in groups:
+                prefill.open(prompts)
+            reads.append(prefill.experts_read)
+        reader.close()
+        pasts.append([(state.k, state.v) for state in decoder.states])
+    together, apart, alone = reads
+    assert alone <= together < apart
+    for one, other in zip(pasts[0], pasts[1], strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
 
 
 def test_what_cannot_be_decoded_is_refused(model):

@@ -12,6 +12,7 @@ from runs_world import failing_reads, quick, tiny_pack  # noqa: E402
 from analysis.metrics import write_metrics  # noqa: E402
 from analysis.paired import Group, rows, table, turns_s  # noqa: E402
 from analysis.runs import find_runs, open_journal  # noqa: E402
+from executor import interleave as interleave_module  # noqa: E402
 from executor.compose import settings_of  # noqa: E402
 from executor.errors import FetchError  # noqa: E402
 from executor.interleave import interleave  # noqa: E402
@@ -82,3 +83,20 @@ def test_the_table_pairs_neighbouring_turns(tiny, tmp_path):
     assert "a title" in text
     assert "Bevy" in text
     assert "prediction: mean error" in text
+
+
+def test_time_and_steps_end_a_group(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(interleave_module.time, "perf_counter", lambda: now[0])
+    stop, on_round = interleave_module.until(deadline_s=10.0, most=8)
+    now[0] = 11.0
+    assert not stop()  # the deadline is over, but there is nothing yet to show
+    for _ in range(interleave_module.MIN_STEPS // interleave_module.CHUNK_STEPS):
+        assert not stop()
+        on_round()
+    assert stop()
+    now[0] = 1.0
+    assert not stop()
+    on_round()
+    on_round()
+    assert stop()

@@ -3,6 +3,7 @@
 import functools
 import math
 import queue
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -234,3 +235,9 @@ def test_what_a_running_model_cannot_show_is_refused(files):
     previous = live_predictor(settings("system=bevy", "prefetch=previous_token"), spec())
     assert isinstance(previous, LivePredictor)
     assert not previous.reads_scores
+
+
+def test_every_system_that_prefetches_is_among_these():
+    folder = Path(__file__).resolve().parents[2] / "conf" / "system"
+    prefetching = [path.stem for path in folder.glob("*.yaml") if "/prefetch: none" not in path.read_text()]
+    assert sorted(prefetching) == sorted((*NEXT_GATE, *LEARNT, *PROMOE))

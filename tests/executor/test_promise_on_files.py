@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import random
+import time
 
 import pytest
 
@@ -90,31 +91,42 @@ def test_small_dtypes_give_equal_bits_under_every_system(dtype, tmp_path):
     config = tiny_config("qwen3_5_moe", hidden_size=64, moe_intermediate_size=32)
     store = packed(tmp_path, random_model(config), dtype)
     right, first = run(store, "bevy", store.spec.n_total, 1)
-    for system, capacity, concurrency in (("llama_cpp_lfu", 12, 5), ("bevy", 20, 5), ("bevy_two", 32, 3)):
+    for system, capacity, concurrency in (
+        ("llama_cpp_lfu", 12, 5),
+        ("bevy", 20, 5),
+        ("bevy_two", 32, 3),
+        ("auto", 20, 5),
+    ):
         tokens, logits = run(store, system, capacity, concurrency)
         assert tokens == right
         for request, rows in logits.items():
             assert all(torch.equal(a, b) for a, b in zip(rows, first[request], strict=True))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="set EXECUTOR_TEST_DEVICE=cuda")
-@pytest.mark.parametrize("late", ["copies", "compute"])
-def test_delays_on_either_stream_change_nothing(late, tmp_path, monkeypatch):
-    """200 steps of evictions; one stream is held up at random, so that a missing wait would show."""
-    from executor.copier import CudaCopier
-
+@pytest.mark.parametrize("late", ["reads", "compute"])
+@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_delays_on_either_side_change_nothing(late, steps, tmp_path, monkeypatch):
+    """Steps of forced evictions; one thread, on CUDA its stream, is held up at random: a missing wait would show."""
     store = packed(tmp_path, random_model(tiny_config("qwen3_moe")), "f32")
-    right, _ = run(store, "bevy", store.spec.n_total, 5, new=200, max_tokens=256)
+    right, _ = run(store, "bevy", store.spec.n_total, 5, new=steps, max_tokens=256)
     rng = random.Random(0)
 
     def held_up(method):
         def wrapped(*args):
-            torch.cuda._sleep(rng.randrange(1_000_000))  # up to half a millisecond of this thread's stream
+            if DEVICE.type == "cuda":
+                torch.cuda._sleep(rng.randrange(1_000_000))  # up to half a millisecond of this thread's stream
+            else:
+                time.sleep(rng.random() * 5e-4)
             return method(*args)
 
         return wrapped
 
-    owner, name = (CudaCopier, "_start") if late == "copies" else (SlotWeights, "weights")
+    owner, name = (SlotWeights, "weights")
+    if late == "reads":
+        owner, name = (DiskSource, "read")
+        if DEVICE.type == "cuda":
+            from executor.copier import CudaCopier
+
+            owner, name = (CudaCopier, "_start")
     monkeypatch.setattr(owner, name, held_up(getattr(owner, name)))
-    assert run(store, "bevy", 22, 5, new=200, max_tokens=256)[0] == right
+    assert run(store, "bevy", 22, 5, new=steps, max_tokens=256)[0] == right
