@@ -29,6 +29,11 @@ usage: python -m analysis COMMAND ...
   report [RUNS] [out=report.html] [scale=paper]
       One page with the figures of the studies in RUNS (default: runs), the table of the paper's numbers,
       environment, settings and what each number depends on.  scale=smoke: of the small runs.
+  docs [RUNS]
+      Put the numbers and pictures of the paper-scale studies in RUNS (default: runs) into README.md and docs/.
+  beyond [FOLDER] [out=FOLDER]
+      What goes beyond the paper, from FOLDER/beyond.csv (default: runs/beyond), which
+      python -m benchmarks.beyond writes: gains over Bevy and over the best of batching, static groups and Bevy.
   validate SIM_RUN EXEC_RUN [out=validate.png]
       A simulated run against one on a machine, step by step: counts, decisions and times.
   timeline RUN [steps=FIRST:STOP] [out=RUN/timeline.json]
@@ -153,6 +158,28 @@ def _report(paths: Sequence[Path], settings: dict[str, str]) -> None:
     print(f"report: {out}")
 
 
+def _docs(paths: Sequence[Path], settings: dict[str, str]) -> None:
+    from analysis.docs import write  # noqa: PLC0415
+
+    if len(paths) > 1:
+        raise UserError(f"expected one folder that holds the studies, got {len(paths)}")
+    for line in write(paths[0] if paths else Path("runs"), Path(__file__).resolve().parents[1]):
+        print(line)
+
+
+def _beyond(paths: Sequence[Path], settings: dict[str, str]) -> None:
+    from analysis.beyond import draw, text  # noqa: PLC0415
+    from analysis.figures import write  # noqa: PLC0415
+
+    if len(paths) > 1:
+        raise UserError(f"expected one folder with beyond.csv, got {len(paths)}")
+    folder = paths[0] if paths else Path("runs/beyond")
+    print(text(folder / "beyond.csv"))
+    drawing = draw(folder / "beyond.csv")
+    files = write(drawing, "beyond_gains", Path(settings.get("out", folder)))
+    print("\n".join([*drawing.lines(), "", f"figure: {files[0]} (and .svg; values in {files[2].name})"]))
+
+
 def _validate(paths: Sequence[Path], settings: dict[str, str]) -> None:
     from analysis.bars import save  # noqa: PLC0415
     from analysis.validate import check_replay, compare_runs, draw, table  # noqa: PLC0415
@@ -219,6 +246,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[Path], dict[str, str]], None], tupl
     **{name: (partial(_figure, name), ("out",)) for name in NAMES},
     "paper": (_paper, ("out",)),
     "report": (_report, ("out", "scale")),
+    "docs": (_docs, ()),
+    "beyond": (_beyond, ("out",)),
     "validate": (_validate, ("out",)),
     "timeline": (_timeline, ("steps", "out")),
     "story": (_story, ("expert",)),

@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
-from policies.core.messages import Command, Compute, ComputeDone, Event, Fetch, FetchDone, StepBegin, StepEnd
+from policies.core.messages import (
+    Command,
+    Compute,
+    ComputeDone,
+    Event,
+    Fetch,
+    FetchDone,
+    HostCompute,
+    StepBegin,
+    StepEnd,
+    TokensEnd,
+)
 from policies.core.types import ExpertId, FetchKind, Phase, RequestId, UserError
 
 
@@ -39,6 +50,10 @@ class JournalRecord(Protocol):
 class Step:
     """One decode step.
 
+    Of a run without a barrier: the time in which as many tokens were completed as requests decoded together at its
+    beginning (at the next head's end; what a head gives more counts for the next step).  ``requests``: of each such
+    token its request.
+
     ``busy_both_s + link_only_s + gpu_only_s + neither_s`` is the step's duration.  The link is busy while at
     least one fetch is between its ``Fetch`` and its ``FetchDone``, the GPU while at least one batch is between
     its ``Compute`` and its ``ComputeDone``; a prefetch of an earlier step that is still in flight counts too.
@@ -48,7 +63,8 @@ class Step:
     *wasted* otherwise; ``prefetches_later_hit`` is the part of the wasted ones that a later step used before
     they were evicted.  ``needed`` holds the distinct experts of the step in ascending order.
     ``repeated_fetches`` counts fetches of an expert that this step had fetched before (it was evicted between
-    the uses of two requests).  ``jobs`` counts one for each request and layer; ``group_sizes[n]`` counts the
+    the uses of two requests).  ``hosted`` counts experts that the host's CPU computed; time in which only it works
+    is ``neither_s``.  ``jobs`` counts one for each request and layer; ``group_sizes[n]`` counts the
     batches of n such jobs.
     """
 
@@ -66,6 +82,7 @@ class Step:
     prefetches_late: int = 0
     prefetches_later_hit: int = 0
     repeated_fetches: int = 0
+    hosted: int = 0
     needed: tuple[ExpertId, ...] = ()
     jobs: int = 0
     group_sizes: Counter[int] = field(default_factory=Counter)
@@ -96,11 +113,17 @@ class _Prefetch:
     asked_in_flight: bool = False
 
 
-class _Pass:
-    """The state of the single pass."""
+class Account:
+    """The single pass.  ``steps``: all finished steps so far, in order.
+
+    A step that the run did not finish is left out.  The last steps' ``prefetches_later_hit`` may miss uses
+    that a longer run would have seen.
+    """
 
     def __init__(self) -> None:
+        self.steps: list[Step] = []
         self.step: Step | None = None
+        self.records = 0
         self.now_s = 0.0
         self.fetches: dict[int, ExpertId] = {}
         self.batches: set[int] = set()
@@ -110,6 +133,29 @@ class _Pass:
         self.fetched: set[ExpertId] = set()
         self.layers: set[int] = set()
         self.last_token_s: dict[RequestId, float] = {}
+        self.live: set[RequestId] = set()
+        self.barrier = True
+        self.ended: list[RequestId] = []  # without a barrier: requests of the tokens that this step completed
+        self.tokens_due = 0  # and how many end it
+
+    def record(self, t_s: float, events: Iterable[Event], commands: Iterable[Command]) -> None:
+        """What happened at the next instant.
+
+        Raises:
+            UserError: completions or commands that do not fit together, or time that runs backwards.
+        """
+        self.advance(t_s)
+        try:
+            self.events(events)
+        except KeyError as error:
+            raise UserError(
+                f"record {self.records} of the journal completes {error.args[0]}, which is not in flight; make the "
+                f"run again"
+            ) from None
+        self.records += 1
+        step = self.commands(commands)
+        if step is not None:
+            self.steps.append(step)
 
     def advance(self, t_s: float) -> None:
         """Credit the time since the last record to one of the four states."""
@@ -140,7 +186,10 @@ class _Pass:
                 self.batches.remove(event.batch)
                 asked.append(event)
             elif type(event) is StepBegin:
-                self.step = Step(event.step, event.requests, self.now_s)
+                self.live.update(event.requests)
+                if self.step is None and self.live:
+                    self.step = Step(event.step, event.requests, self.now_s)
+                    self.tokens_due += len(self.live)
         if self.flying:
             for done in asked:
                 for gate in done.gates:
@@ -155,6 +204,8 @@ class _Pass:
         ends = False
         for command in commands:
             if step is None:
+                if type(command) is StepEnd and not self.barrier:
+                    continue
                 raise UserError(f"the journal has a command outside any step at {self.now_s} s; make the run again")
             if type(command) is Compute:
                 self.batches.add(command.batch)
@@ -162,6 +213,11 @@ class _Pass:
                     self._job(step, command)
             elif type(command) is Fetch:
                 self._fetch(step, command)
+            elif type(command) is HostCompute:
+                step.hosted += 1
+                self.needed.add(command.expert)
+            elif type(command) is TokensEnd:
+                ends = self._tokens(step, command.requests)
             elif type(command) is StepEnd:
                 ends = True
         if not ends or step is None:
@@ -205,36 +261,35 @@ class _Pass:
     def _end(self, step: Step) -> None:
         step.end_s = self.now_s
         step.needed = tuple(sorted(self.needed))
+        if self.barrier:
+            self._token_gaps(step, step.requests)
+        else:
+            self.tokens_due -= len(self.ended)
+            step.requests = tuple(self.ended)
+            self.ended.clear()
         self.needed.clear()
         self.fetched.clear()
         self.layers.clear()
-        for request in step.requests:
+
+    def _tokens(self, step: Step, requests: tuple[RequestId, ...]) -> bool:
+        """A token of these requests has ended; True if the step has."""
+        self.barrier = False
+        self.live.difference_update(requests)
+        self.ended += requests
+        self._token_gaps(step, requests)
+        return len(self.ended) >= self.tokens_due
+
+    def _token_gaps(self, step: Step, requests: tuple[RequestId, ...]) -> None:
+        for request in requests:
             before_s = self.last_token_s.get(request)
             if before_s is not None:
-                step.token_gaps_s.append((request, step.end_s - before_s))
-            self.last_token_s[request] = step.end_s
+                step.token_gaps_s.append((request, self.now_s - before_s))
+            self.last_token_s[request] = self.now_s
 
 
 def account(records: Iterable[JournalRecord]) -> list[Step]:
-    """All finished steps of a journal in order.
-
-    A step that the run did not finish is left out.  The last steps' ``prefetches_later_hit`` may miss uses
-    that a longer run would have seen.
-
-    Raises:
-        UserError: completions or commands that do not fit together, or time that runs backwards.
-    """
-    state = _Pass()
-    steps: list[Step] = []
-    for number, record in enumerate(records):
-        state.advance(record.t_s)
-        try:
-            state.events(record.events)
-        except KeyError as error:
-            raise UserError(
-                f"record {number} of the journal completes {error.args[0]}, which is not in flight; make the run again"
-            ) from None
-        step = state.commands(record.commands)
-        if step is not None:
-            steps.append(step)
-    return steps
+    """All finished steps of a journal in order.  Raises UserError as ``Account.record`` does."""
+    whole = Account()
+    for record in records:
+        whole.record(record.t_s, record.events, record.commands)
+    return whole.steps

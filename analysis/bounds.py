@@ -5,7 +5,10 @@ Owns the translation of finished steps to the lookups of an untimed cache walk. 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from analysis.account import Step
@@ -29,5 +32,14 @@ def optimal_fetches(steps: Sequence[Step], model: ModelSpec, capacity: int, warm
     batches = [batch for step in lookups for batch in step]
     if max(map(len, batches), default=0) > capacity:
         return {"belady_fetches_per_step": None, "belady_order": order}
-    result = walk(batches, capacity, Belady(batches), warmup=sum(map(len, lookups[:warmup])))
-    return {"belady_fetches_per_step": result.misses / (len(steps) - warmup), "belady_order": order}
+    demand = [array("i", numbers).tobytes() for numbers in (map(len, batches), chain.from_iterable(batches))]
+    misses = _optimum(*demand, capacity, sum(map(len, lookups[:warmup])))
+    return {"belady_fetches_per_step": misses / (len(steps) - warmup), "belady_order": order}
+
+
+@lru_cache(maxsize=8)
+def _optimum(lengths: bytes, experts: bytes, capacity: int, warmup: int) -> int:
+    """Misses after ``warmup`` lookups; kept, because the systems of a sweep are compared on the same demand."""
+    numbers = iter(array("i", experts))
+    batches = [[next(numbers) for _ in range(length)] for length in array("i", lengths)]
+    return walk(batches, capacity, Belady(batches), warmup=warmup).misses

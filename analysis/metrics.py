@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from analysis.account import JournalRecord, Step, account
+from analysis.account import Account, Step
 from analysis.bounds import optimal_fetches
 from analysis.runs import open_journal
 from policies.core.types import ModelSpec, UserError
@@ -39,8 +39,8 @@ def step_frame(steps: Sequence[Step], expert_bytes: int) -> pd.DataFrame:
     - ``bound_s = max(gpu_busy_s, link_busy_s)``: no overlap makes the step shorter;
     - ``bytes = (demand_fetches + prefetches) * expert_bytes``;
     - ``distinct_experts``: distinct (layer, expert) that any request of the step needs;
-    - ``hit_rate = 1 - (demand_fetches + prefetches_needed) / distinct_experts``: the share of them that was in
-      the cache without a fetch of this step.  An expert that a step fetches twice counts twice, which
+    - ``hit_rate = 1 - (demand_fetches + prefetches_needed + hosted) / distinct_experts``: the share of them that was in
+      the cache without a fetch of this step or the CPU's work.  An expert that a step fetches twice counts twice, which
       ``repeated_fetches`` tells.
     - ``groups_of_1``, ``groups_of_2``, ...: batches by the number of requests in them.
     """
@@ -63,6 +63,7 @@ def step_frame(steps: Sequence[Step], expert_bytes: int) -> pd.DataFrame:
         "prefetches_wasted",
         "prefetches_later_hit",
         "repeated_fetches",
+        "hosted",
         "jobs",
     )
     columns.update({name: [getattr(step, name) for step in steps] for name in counts})
@@ -74,7 +75,7 @@ def step_frame(steps: Sequence[Step], expert_bytes: int) -> pd.DataFrame:
     frame["gpu_busy_s"] = frame["busy_both_s"] + frame["gpu_only_s"]
     frame["bound_s"] = frame[["link_busy_s", "gpu_busy_s"]].max(axis=1)
     frame["bytes"] = (frame["demand_fetches"] + frame["prefetches"]) * expert_bytes
-    missed = frame["demand_fetches"] + frame["prefetches_needed"]
+    missed = frame["demand_fetches"] + frame["prefetches_needed"] + frame["hosted"]
     frame["hit_rate"] = 1 - missed / frame["distinct_experts"]
     return frame
 
@@ -132,7 +133,10 @@ def summarise(
         "repeated_fetches_per_step": float(total["repeated_fetches"]) / count,
         "bytes_per_step": float(total["bytes"]) / count,
         "distinct_experts_per_step": float(total["distinct_experts"]) / count,
-        "hit_rate": 1 - float(total["demand_fetches"] + total["prefetches_needed"]) / float(total["distinct_experts"]),
+        "hosted_per_step": float(total["hosted"]) / count,
+        "hit_rate": 1
+        - float(total["demand_fetches"] + total["prefetches_needed"] + total["hosted"])
+        / float(total["distinct_experts"]),
         **{state: float(total[f"{state}_s"]) / length_s for state in STATES},
         "gpu_busy_s_per_step": gpu_s / count,
         "link_busy_s_per_step": link_s / count,
@@ -159,33 +163,46 @@ def _warnings(rho: float | None, lockstep: bool) -> list[str]:
     return [line]
 
 
-def measure(
-    records: Iterable[JournalRecord], model: ModelSpec, expert_bytes: int, capacity: int, warmup: int
-) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """``(step_frame, summarise)`` of a journal's records."""
-    steps = account(records)
-    frame = step_frame(steps, expert_bytes)
-    return frame, summarise(steps, frame, model, capacity, warmup)
+class Metrics:
+    """The metrics of one run, from the records of its journal: hears them while the run is made, or reads them."""
+
+    def __init__(self) -> None:
+        self._account = Account()
+        self.record = self._account.record
+        """``record(t_s, events, commands)``: the next record."""
+
+    def write(self, run_dir: Path, config: Mapping[str, Any], model: ModelSpec) -> dict[str, Any]:
+        """Write ``steps.parquet`` of a run directory and return the metric keys of its ``summary.json``.
+
+        Args:
+            run_dir: the run directory.
+            config: the run's resolved config.
+            model: the model as it was run: a trace may have a smaller top-k.
+
+        Raises:
+            UserError: nothing is left to measure after the warm-up.
+        """
+        from conf.models import ModelConfig  # noqa: PLC0415
+        from policies.build import cache_slots  # noqa: PLC0415
+
+        steps = self._account.steps
+        frame = step_frame(steps, ModelConfig.from_config(config["model"]).expert_bytes)
+        metrics = summarise(steps, frame, model, cache_slots(config, model), config["warmup"])
+        target = run_dir / "steps.parquet"
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+        frame.to_parquet(unfinished, compression="zstd", index=False)
+        os.replace(unfinished, target)
+        return metrics
 
 
 def write_metrics(run_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Write ``steps.parquet`` of a run directory and return the metric keys of its ``summary.json``.
-
-    Args:
-        run_dir: holds ``journal.jsonl.gz``.
-        config: the run's resolved config.
+    """``Metrics.write`` from the ``journal.jsonl.gz`` of a run directory.
 
     Raises:
         UserError: the journal is broken, or nothing is left to measure after the warm-up.
     """
-    from conf.models import ModelConfig  # noqa: PLC0415
-    from policies.build import cache_slots  # noqa: PLC0415
-
-    _, model, records = open_journal(run_dir)  # the model as it was run: a trace may have a smaller top-k
-    expert_bytes = ModelConfig.from_config(config["model"]).expert_bytes
-    frame, metrics = measure(records, model, expert_bytes, cache_slots(config, model), config["warmup"])
-    target = run_dir / "steps.parquet"
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    frame.to_parquet(unfinished, compression="zstd", index=False)
-    os.replace(unfinished, target)
-    return metrics
+    _, model, records = open_journal(run_dir)
+    metrics = Metrics()
+    for record in records:
+        metrics.record(record.t_s, record.events, record.commands)
+    return metrics.write(run_dir, config, model)

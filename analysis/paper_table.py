@@ -75,8 +75,9 @@ def rows(paths: Sequence[Path]) -> list[Row]:
     Raises:
         UserError: there is no finished run.
     """
-    study = find_study(paths)
     tables = [path for folder in paths for path in sorted(folder.rglob("precision.csv"))]
+    alone = [table.parent for table in tables]  # Figure 2's folder holds no runs
+    study = find_study([path for path in paths if path not in alone])
     return [*_of_systems(study), *_of_ranges(study, tables)]
 
 

@@ -55,7 +55,7 @@ def write(runs: Path, scale: str, out: Path) -> Iterator[str]:
     studies: list[Path] = []
     everything: list[Run] = []
     for name in figures.NAMES:
-        folder = runs / ("precision" if name == "fig2" else study_of(name, scale))
+        folder = runs / study_of("precision" if name == "fig2" else name, scale)
         if not folder.is_dir():
             sections.append(_absent(name))
             yield f"{name}: {folder} is not there"

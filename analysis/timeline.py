@@ -97,7 +97,7 @@ class _Collector:
                     self._begin(event, record.t_s)
                 elif isinstance(event, FetchDone):
                     self._landed(event, record.t_s)
-                else:
+                elif isinstance(event, ComputeDone):
                     self._computed(event, record.t_s)
             for command in record.commands:
                 if isinstance(command, Fetch):

@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 from omegaconf import OmegaConf
 
+from conf.devices import DeviceConfig
+from conf.job_times import Affine
 from conf.models import ModelConfig
 from policies.core.core import DecisionCore
 from policies.core.driver import drive
@@ -25,8 +27,6 @@ from policies.core.messages import Command, Compute, ComputeDone, Event
 from policies.eviction import LFU
 from policies.schedule import Alone, LowestLayerFirst, LowestLayerThenSrtf, Sizes
 from sim.backend import SimBackend
-from sim.device import DeviceConfig
-from sim.job_times import Affine
 from traces.format import Trace
 from traces.generate import distinct_experts, generate
 from traces.presets import preset_for

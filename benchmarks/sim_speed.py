@@ -37,13 +37,13 @@ from simpy.events import Timeout
 
 from conf.cells import resolved
 from conf.compose import composing, expand
+from conf.devices import DeviceConfig
 from conf.models import ModelConfig
 from policies.build import build_core
 from policies.core.driver import drive
 from policies.core.journal import Journal
 from policies.core.messages import Command, ComputeDone, Event, FetchDone
 from sim.backend import SimBackend
-from sim.device import DeviceConfig
 from traces.generate import generate
 from traces.presets import preset_for
 from traces.routing import TraceRouting

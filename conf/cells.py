@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from conf.compose import explain
+from conf.paths import located
 from conf.scale import SCALES
 from policies.core.types import UserError
 
@@ -56,8 +57,8 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 
 
 def recorded(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a run directory keeps: equal runs on different machines keep equal ones."""
-    return {key: value for key, value in settings.items() if key == "study" or key not in NOT_RESULTS}
+    """The settings that a run directory keeps: equal runs keep equal ones, whatever machine or study they are of."""
+    return {key: value for key, value in settings.items() if key not in NOT_RESULTS}
 
 
 def cell_name(settings: Mapping[str, Any]) -> str:
@@ -66,13 +67,12 @@ def cell_name(settings: Mapping[str, Any]) -> str:
     Files that the result depends on (a routing trace, what a predictor learns from) count by their content too, so
     that a changed file is another cell.
     """
-    deciding = {key: value for key, value in settings.items() if key not in NOT_RESULTS}
     path = settings["workload"].get("path")
     content = _digest("workload.path", path) if path else None
     prefetch = settings.get("prefetch") or {}
     files = {f"prefetch.{node}.path": (prefetch.get(node) or {}).get("path") for node in ("learn", "predictor")}
     learnt = [_digest(key, file) for key, file in files.items() if file]
-    text = json.dumps([deciding, content, *learnt], sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps([recorded(settings), content, *learnt], sort_keys=True, separators=(",", ":"), allow_nan=False)
     cache = settings["cache"]
     size = f"{cache['slots']}slots" if cache["slots"] is not None else f"{cache['fraction']:g}"
     names = [str(settings[group]["name"]) for group in ("system", "model", "device", "workload")]
@@ -132,7 +132,7 @@ def _whole(settings: Mapping[str, Any], key: str, at_least: int) -> int:
 
 
 def _digest(key: str, file: object) -> str:
-    path = Path(str(file))
+    path = located(str(file))
     try:
         stamp = path.stat()
         return _digest_of(path, stamp.st_mtime_ns, stamp.st_size)

@@ -6,18 +6,23 @@ the one-line form of Hydra's errors.  Knows nothing of what a config means.
 
 from __future__ import annotations
 
+import copy
 import difflib
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -132,17 +137,18 @@ def expand(arguments: Sequence[str]) -> Iterator[Point]:
 
     Raises UserError with one line for unknown options, unknown keys and overrides that do not parse.
     """
+    compose = _Composer()
     with _one_line():
         given = OverridesParser.create().parse_overrides(list(arguments))
         for override in given:
             if override.is_hydra_override() and override.is_sweep_override():
                 raise UserError(f"{override.input_line}: Hydra's own settings cannot be swept; give one value")
         for overrides in BasicSweeper.split_arguments(given, None)[0]:
-            yield from _expand(overrides)
+            yield from _expand(overrides, compose)
 
 
-def _expand(overrides: list[str]) -> Iterator[Point]:
-    config = hydra.compose("config", overrides, return_hydra_config=True)
+def _expand(overrides: list[str], compose: _Composer) -> Iterator[Point]:
+    config = compose(overrides)
     mentioned = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
     lists = OmegaConf.select(config, "hydra.sweeper.params") or {}
     for key in lists:
@@ -152,9 +158,63 @@ def _expand(overrides: list[str]) -> Iterator[Point]:
                 override for override in overrides if key != "experiment" or not override.startswith("experiment=")
             ]
             for (override,) in BasicSweeper.split_arguments(values, None)[0]:
-                yield from _expand([*others, override])
+                yield from _expand([*others, override], compose)
             return
     yield Point(tuple(overrides), config)
+
+
+class _Composer:
+    """Composes each choice of options once, and lays values (``concurrency=4``, ``cache.fraction=0.5``) over a copy.
+
+    Hydra does the same for one config at a time: first the options, then the values in their order.
+    """
+
+    def __init__(self) -> None:
+        self._composed: dict[tuple[str, ...], DictConfig] = {}
+        self._plain: set[str] = set()  # settings that are neither a group nor a mapping
+
+    def __call__(self, overrides: Sequence[str]) -> DictConfig:
+        """The whole config of these overrides, with Hydra's own node."""
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        if not self._composed:
+            first = self._compose(tuple(overrides))
+            self._plain = {str(key) for key in first if not isinstance(first._get_node(key), DictConfig)}
+            return copy.deepcopy(first)
+        values: list[Override] = []
+        if all(override.type is OverrideType.CHANGE for override in parsed):
+            values = [override for override in parsed if self._is_value(override)]
+        lines = [str(override.input_line) for override in values]
+        config = copy.deepcopy(self._compose(tuple(line for line in overrides if line not in lines)))
+        ConfigLoaderImpl._apply_overrides_to_config(values, config)
+        config.hydra.overrides.task = [line for line in overrides if not line.startswith("hydra")]
+        return config
+
+    def _is_value(self, override: Override) -> bool:
+        key = override.key_or_group
+        return key in self._plain or ("." in key and not override.is_hydra_override() and override.package is None)
+
+    def _compose(self, overrides: tuple[str, ...]) -> DictConfig:
+        if overrides not in self._composed:
+            self._composed[overrides] = hydra.compose("config", list(overrides), return_hydra_config=True)
+        return self._composed[overrides]
+
+
+class Planned(ConfigLoaderImpl):
+    """Gives a launcher's workers the settings of their jobs as they were resolved, so that none composes again.
+
+    ``settings``: by the overrides of a job.
+    """
+
+    def __init__(self, search_path: ConfigSearchPath, settings: Mapping[tuple[str, ...], Mapping[str, Any]]) -> None:
+        super().__init__(search_path)
+        self._settings = {overrides: json.dumps(each) for overrides, each in settings.items()}
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """The config of a job, with Hydra's own node."""
+        config: DictConfig = OmegaConf.create(json.loads(self._settings[tuple(sweep_overrides)]))
+        config.hydra = copy.deepcopy(master_config.hydra)
+        config.hydra.overrides.task = list(sweep_overrides)
+        return config
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from conf import rundir
 from conf.cells import Cell, cell_name, check, recorded, resolved
-from conf.compose import composing, expand
+from conf.compose import Planned, composing, expand
 from conf.progress import State, Watch, shown
 from policies.core.types import UserError
 
@@ -57,13 +57,22 @@ def launch(
     try:
         with composing(config_dir) as more:
             return _sweep([*more, *overrides], work, validate, report, only_failed)
-    except UserError as error:
+    except BaseException as error:
+        if _interrupted(error):
+            _say("stopped before any cell was started")
+            return 130
+        if not isinstance(error, UserError):
+            raise
         for line in str(error).splitlines():
             _say(f"error: {line}")
         return 2
-    except KeyboardInterrupt:
-        _say("stopped before any cell was started")
-        return 130
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """True for Ctrl-C, and for what was raised while one was on its way: OmegaConf's clean-up hides it so."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def run_cell(work: Work, launcher: int, config: DictConfig) -> None:
@@ -74,6 +83,15 @@ def run_cell(work: Work, launcher: int, config: DictConfig) -> None:
     """
     if os.getpid() != launcher:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the launcher alone answers it
+    try:
+        _run_cell(work, config)
+    except Exception as error:
+        if _interrupted(error):
+            raise KeyboardInterrupt from error  # Hydra would take it for a fault of the cell
+        raise
+
+
+def _run_cell(work: Work, config: DictConfig) -> None:
     cell = _cell((), config)
     force = bool(cell.settings["force"])
     if rundir.is_finished(cell.folder) and not force:
@@ -84,6 +102,8 @@ def run_cell(work: Work, launcher: int, config: DictConfig) -> None:
             rundir.write_records(folder, settings)
             work(settings, folder, bool(cell.settings["progress"]))
     except Exception as error:
+        if _interrupted(error):
+            raise
         _write_failure(cell, error)
     else:
         rundir.failure_file(cell.folder).unlink(missing_ok=True)
@@ -95,12 +115,14 @@ def _sweep(arguments: Sequence[str], work: Work, validate: Validate, report: Rep
     refused: dict[str, list[str]] = {}  # by reason
     for point in tqdm(expand(arguments), "composing", unit="cell", disable=None, leave=False, delay=2):
         master = master or point.config
-        overrides = [str(override) for override in point.config.hydra.overrides.task]
+        overrides = [override for override in point.overrides if not override.startswith("hydra")]
         try:
             cell = _cell(overrides, point.config)
             _validate(cell, validate)
             planned[cell.folder] = cell
         except UserError as error:
+            if _interrupted(error):
+                raise
             refused.setdefault(str(error), []).append(" ".join(overrides))
     if not planned or master is None:
         raise UserError("\n".join(refused))
@@ -114,7 +136,9 @@ def _sweep(arguments: Sequence[str], work: Work, validate: Validate, report: Rep
             raise UserError("no cell of this sweep is finished or has failed; run it without --cells failed")
     try:
         return _run(cells, refused, work, report, master)
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not _interrupted(error):
+            raise
         _remove_stale(cells)
         finished = sum(rundir.is_finished(cell.folder) for cell in cells)
         _say(f"stopped: {finished} of {len(cells)} cells are finished; the same command goes on from there")
@@ -131,8 +155,11 @@ def _run(
     watch = Watch(todo)
     trouble = ""
     if todo:
+        sources = _sources(cells)
         with shown(watch):
-            trouble = _carry(todo, work, master)
+            trouble = _carry([cell for cell in todo if sources[cell.name] is cell], work, master)
+            for cell in todo:
+                _share(sources[cell.name], cell)
 
     states = watch.states()
     failed = [cell for cell in todo if states[cell.folder] is not State.FINISHED]
@@ -189,26 +216,49 @@ def _validate(cell: Cell, validate: Validate) -> None:
         validate(recorded(cell.settings))
     except UserError:
         raise
-    except Exception:
+    except Exception as error:
+        if _interrupted(error):
+            raise
         # A fault of the code, not of the input: the cell shows it when it runs, and the others go on.
         return
 
 
+def _sources(cells: Sequence[Cell]) -> dict[str, Cell]:
+    """By name, the cell that is run, or is there already, for all studies that hold it; the others get a copy."""
+    there = [cell for cell in cells if not cell.settings["force"] and rundir.is_finished(cell.folder)]
+    return {cell.name: cell for cell in reversed([*there, *cells])}
+
+
+def _share(source: Cell, cell: Cell) -> None:
+    """What became of ``source`` becomes of the equal cell of another study."""
+    if source is cell:
+        return
+    if rundir.is_finished(source.folder):
+        rundir.copy(source.folder, cell.folder)
+    elif (failure := rundir.read_json(rundir.failure_file(source.folder))) is not None:
+        rundir.write_json(rundir.failure_file(cell.folder), failure)
+
+
 def _carry(cells: Sequence[Cell], work: Work, master: DictConfig) -> str:
     """Let the configured launcher run the cells; returns its complaint, if any."""
+    if not cells:
+        return ""
     workers = cells[0].settings["workers"] or cpus()
     with open_dict(master.hydra):
         if "n_jobs" in master.hydra.launcher:
             master.hydra.launcher.n_jobs = min(workers, len(cells))  # one cell or one worker needs no processes
-    context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks(master))
+    search_path = GlobalHydra.instance().config_loader().get_search_path()
+    planned = {cell.overrides: _for_worker(cell, alone=len(cells) == 1) for cell in cells}
+    context = HydraContext(config_loader=Planned(search_path, planned), callbacks=Callbacks(master))
     launcher = Plugins.instance().instantiate_launcher(
         hydra_context=context, task_function=partial(run_cell, work, os.getpid()), config=master
     )
-    jobs = [[*cell.overrides, *_for_worker(cell, alone=len(cells) == 1)] for cell in cells]
     try:
-        for job in launcher.launch(jobs, initial_job_idx=0):
+        for job in launcher.launch([list(cell.overrides) for cell in cells], initial_job_idx=0):
             _ = job.return_value
     except Exception as error:
+        if _interrupted(error):
+            raise
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -220,10 +270,10 @@ def cpus() -> int:
     return os.cpu_count() or 1
 
 
-def _for_worker(cell: Cell, alone: bool) -> list[str]:
-    runs = str(Path(str(cell.settings["runs"])).resolve()).replace("\\", "\\\\").replace("'", "\\'")
-    progress = "true" if alone and cell.settings["progress"] else "false"
-    return [f"runs='{runs}'", f"progress={progress}"]
+def _for_worker(cell: Cell, alone: bool) -> dict[str, Any]:
+    """A worker may have another working directory, and only one cell can have the terminal."""
+    runs = str(Path(str(cell.settings["runs"])).resolve())
+    return {**cell.settings, "runs": runs, "progress": alone and bool(cell.settings["progress"])}
 
 
 def _write_failure(cell: Cell, error: Exception) -> None:

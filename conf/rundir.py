@@ -65,6 +65,12 @@ def writing(folder: Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def copy(source: Path, folder: Path) -> None:
+    """Make ``folder`` the same run as ``source``, instead of what was there."""
+    with writing(folder, replace=True) as temporary:
+        shutil.copytree(source, temporary, dirs_exist_ok=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """What one look at a study's folder shows, by the names of cells."""

@@ -17,12 +17,16 @@ from omegaconf import DictConfig
 
 from analysis.compare import plot, print_table
 from analysis.figures import draw_figure, figure_of
-from analysis.metrics import write_metrics
+from analysis.metrics import Metrics
 from conf import compose
+from conf.cells import NOT_RESULTS
 from conf.launch import launch, run_cell
+from conf.scale import study_of
+from policies.core.types import UserError
+from sim import precision
 from sim.run import simulate, validate
 
-work = partial(simulate, measure=write_metrics)
+work = partial(simulate, measure=Metrics)
 
 
 @hydra.main(version_base=compose.VERSION_BASE, config_path=str(compose.FOLDER), config_name="config")
@@ -46,9 +50,31 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: --cells {flags.cells}: expected all or failed", file=sys.stderr)
         return 2
     only_failed = flags.cells == "failed"
-    return launch(
+    code = launch(
         overrides, config_dir=flags.config_dir, work=work, validate=validate, report=report, only_failed=only_failed
     )
+    if "experiment=all_figures" in overrides and code in (0, 1):
+        code = max(code, figure_2(overrides, flags.config_dir))
+    return code
+
+
+def figure_2(overrides: Sequence[str], config_dir: Path | None) -> int:
+    """The figure that no run of a system makes, unless it is there; returns the exit code."""
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    scale = given.get("scale", "paper")
+    folder = Path(given.get("runs", "runs")) / study_of("precision", scale)
+    if not (folder / "precision.csv").is_file() or given.get("force") == "true":
+        others = [f"{key}={value}" for key, value in given.items() if key not in ("experiment", "seed", *NOT_RESULTS)]
+        seeds = given.get("seed", "0")
+        small = [] if scale == "paper" else ["steps=24", "warmup=8", "sizes=0.2,0.4,0.6", "draws=2"]
+        own = [f"out={folder}", f"seeds={seeds}", *([f"config_dir={config_dir}"] if config_dir else [])]
+        try:
+            precision.main([*own, "predictors=next_gate,finemoe", *small, *others])
+        except UserError as error:
+            print(f"error: Figure 2: {error}", file=sys.stderr)
+            return 1
+    print(draw_figure("fig2", [folder], folder))
+    return 0
 
 
 def report(run_dirs: Sequence[Path], study: Path) -> None:

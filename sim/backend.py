@@ -13,18 +13,29 @@ from collections.abc import Callable
 import simpy
 from simpy.core import EmptySchedule
 
+from conf.devices import DeviceConfig
 from conf.models import ModelConfig
-from policies.core.messages import Command, Compute, ComputeDone, Event, Fetch, FetchDone, Gate
+from policies.core.messages import (
+    Command,
+    Compute,
+    ComputeDone,
+    Event,
+    Fetch,
+    FetchDone,
+    Gate,
+    HostCompute,
+    HostDone,
+)
 from policies.core.protocols import RoutingSource
 from policies.core.types import DeadlockError, Phase, ProtocolError, RequestId
 from sim.alarm import end_of_instant_s
-from sim.device import DeviceConfig
 from sim.gpu import Gpu
+from sim.host import Host
 from sim.link import Link
 
 
 class SimBackend:
-    """One link and one GPU.
+    """One link and one GPU, and the host's CPU if the device has one.
 
     ``contexts(request)``: its context in tokens, asked once a step.  ``first_step``: the number of the first step.
     No process and no SimPy event for each command: link and GPU keep one alarm each.
@@ -42,6 +53,7 @@ class SimBackend:
         self._gpu = Gpu(self._env, device.gpu, self._computed)
         contended = device.gpu.contention != 1.0
         self.link = Link(self._env, device.link, self._landed, self._gpu.link_busy if contended else None)
+        self._host = Host(self._env, device.cpu, self._hosted) if device.cpu else None
         self._n_layers = model.n_layers
         self._expert_bytes = float(model.expert_bytes)
         self._seconds = device.times.seconds
@@ -63,6 +75,8 @@ class SimBackend:
             self.link.start(command.fetch, self._expert_bytes)
         elif type(command) is Compute:
             self._compute(command)
+        elif type(command) is HostCompute and self._host is not None:
+            self._host.start(command.task, len(command.requests))
         else:
             raise ProtocolError(f"{command!r} is nothing that a backend carries out")
 
@@ -72,9 +86,11 @@ class SimBackend:
         Raises:
             DeadlockError: nothing is in flight, so nothing can complete.
         """
-        env, link, gpu = self._env, self.link, self._gpu
+        env, link, gpu, host = self._env, self.link, self._gpu, self._host
         try:
             while not self._done:
+                if host is not None and host.changed:
+                    host.arm()
                 if link.changed:
                     link.arm()
                 if gpu.changed:
@@ -108,7 +124,7 @@ class SimBackend:
         if command.phase is Phase.ENTRY:
             self._step += 1
             request_s, contexts = self._request_s, self._contexts
-            self._requests_s = {request: request_s(contexts(request)) for request in requests}
+            self._requests_s.update({request: request_s(contexts(request)) for request in requests})
         if len(requests) == 1:
             requests_s = self._requests_s[requests[0]]
         else:
@@ -119,6 +135,9 @@ class SimBackend:
 
     def _landed(self, fetch: int) -> None:
         self._done.append(FetchDone(fetch))
+
+    def _hosted(self, task: int) -> None:
+        self._done.append(HostDone(task))
 
     def _computed(self, batch: int) -> None:
         command = self._running.pop(batch)

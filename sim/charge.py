@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from conf.devices import DeviceConfig
+from conf.job_times import JobTimes
 from conf.models import ModelConfig
 from policies.build import cache_slots
 from policies.core.types import ModelSpec, Phase, UserError
 from policies.prefetch.cost import Cost, cost_of
-from sim.device import DeviceConfig
-from sim.job_times import JobTimes
 
 CHARGES = ("compute", "none")
 

@@ -7,28 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 
 import simpy
 
+from conf.sharing import GpuSharing
 from sim.alarm import Alarm
-
-
-@dataclass(frozen=True, slots=True)
-class GpuSharing:
-    """How batches in flight share the GPU.
-
-    ``host_s``: launch and notice of one batch, during which the GPU does not run it; with a second batch in flight
-    this time is hidden.  ``streams``: batches that run at one time, the others queue behind them.
-    ``overlap_speedup``: work done in a second by two or more running batches over that of one.  ``contention``: how
-    many times longer work takes while the link is busy.
-    """
-
-    host_s: float = 0.0
-    streams: int = 1
-    overlap_speedup: float = 1.0
-    contention: float = 1.0
 
 
 class Gpu:

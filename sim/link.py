@@ -1,58 +1,20 @@
 """The link: experts on their way from storage into the cache.
 
 Owns what is being read and how the rate is shared.  Knows neither experts nor jobs: a read is a number
-and a size.  Three published readings of "N readers on one drive" are one model with other numbers:
-
-fair share      every reader gets an equal part of the rate, up to a cap of its own
-one at a time   one reader at the full rate, the others wait behind it
-fixed slots     every reader gets 1/N of the rate, whether the others read or not
+and a size.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
 import simpy
 
+from conf.sharing import FairShare
 from sim.alarm import Alarm
-
-
-@dataclass(frozen=True, slots=True)
-class FairShare:
-    """``readers`` readers share ``bytes_per_s`` equally, each up to ``per_reader_bytes_per_s``.
-
-    A read waits ``latency_s`` on its reader before its bytes move.  ``read_splits``: one expert is striped over
-    so many readers.
-    """
-
-    bytes_per_s: float
-    readers: int
-    per_reader_bytes_per_s: float = inf
-    latency_s: float = 0.0
-    read_splits: int = 1
-
-    @property
-    def slots(self) -> int:
-        """Reads that move at one time."""
-        return self.readers // self.read_splits
-
-    def rate(self, reads: int) -> float:
-        """Bytes per second that each of ``reads`` simultaneous reads gets."""
-        return min(self.bytes_per_s / reads, self.read_splits * self.per_reader_bytes_per_s)
-
-
-def one_at_a_time(bytes_per_s: float, latency_s: float = 0.0) -> FairShare:
-    """A drive that serves one read at the full rate; the others wait in order."""
-    return FairShare(bytes_per_s, readers=1, latency_s=latency_s)
-
-
-def fixed_slots(bytes_per_s: float, readers: int, latency_s: float = 0.0, read_splits: int = 1) -> FairShare:
-    """Each reader has 1/``readers`` of the rate for itself."""
-    return FairShare(bytes_per_s, readers, bytes_per_s / readers, latency_s, read_splits)
 
 
 class Link:

@@ -1,7 +1,8 @@
 """One simulated run: from resolved settings to the files of a run directory.
 
 Owns the composition of model, device, workload, core, backend and journal, and the summary.  The metrics are
-computed by whoever is given as ``measure``: the analysis of a journal is not this world's business.
+computed by whoever is given as ``measure``, who hears the journal's records: their analysis is not this world's
+business.
 """
 
 from __future__ import annotations
@@ -14,33 +15,43 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
 from conf import rundir
+from conf.devices import DeviceConfig
 from conf.models import ModelConfig
 from policies.build import build_core, build_predictor, cache_slots
 from policies.core.core import DecisionCore
 from policies.core.driver import drive
 from policies.core.journal import Journal
 from policies.core.messages import Command, Compute, Event, Fetch, StepBegin
-from policies.core.types import ExpertId
+from policies.core.types import ExpertId, ModelSpec
 from sim.backend import SimBackend
 from sim.charge import charge
-from sim.device import DeviceConfig
 from traces.calibration import require_columns
 from traces.load import load_workload
 
-Measure = Callable[[Path, Mapping[str, Any]], dict[str, Any]]
-"""``measure(folder, settings)`` writes ``steps.parquet`` and returns the metrics of the summary."""
+
+class Meter(Protocol):
+    """Measures one run: hears every record of its journal, then writes what it found."""
+
+    @property
+    def record(self) -> Callable[[float, Sequence[Event], Sequence[Command]], None]:
+        """``record(t_s, events, commands)``."""
+        ...
+
+    def write(self, folder: Path, settings: Mapping[str, Any], model: ModelSpec, /) -> dict[str, Any]:
+        """Write ``steps.parquet`` and return the metrics of the summary."""
+        ...
 
 
 def validate(settings: Mapping[str, Any]) -> None:
     """Build everything of a run that is built quickly.  Raises UserError where ``simulate`` would."""
     model = ModelConfig.from_config(settings["model"])
     device = DeviceConfig.from_config(settings["device"], model)
-    build_core(settings, model.spec, device.fetch_slots)
+    build_core(settings, model.spec, device.fetch_slots, device.host_times)
     require_columns(settings, build_predictor(settings, model.spec))
     if settings["workload"].get("kind") == "trace":
         keys = ("model", "workload", "concurrency", "steps", "seed")
@@ -54,7 +65,7 @@ def _read_trace(settings: str) -> None:
     load_workload(config, ModelConfig.from_config(config["model"]).spec)
 
 
-def simulate(settings: Mapping[str, Any], folder: Path, progress: bool, *, measure: Measure) -> None:
+def simulate(settings: Mapping[str, Any], folder: Path, progress: bool, *, measure: Callable[[], Meter]) -> None:
     """Run one cell; writes ``journal.jsonl.gz``, ``steps.parquet`` and ``summary.json`` into ``folder``.
 
     ``progress``: a bar over the steps, if standard error is a terminal.  Raises UserError for bad settings.
@@ -65,16 +76,17 @@ def simulate(settings: Mapping[str, Any], folder: Path, progress: bool, *, measu
     predictor = build_predictor(settings, model.spec)
     loaded = load_workload(settings, model.spec, predictor)
     settings, device, paid = charge(settings, device, model, loaded.model, predictor)
-    core = build_core(settings, loaded.model, device.fetch_slots)
+    core = build_core(settings, loaded.model, device.fetch_slots, device.host_times)
     backend = SimBackend(model, device, loaded.routing, loaded.workload.context_tokens)
     header = {"config": dict(settings), "model": asdict(loaded.model), "trace": loaded.digest}
     with tqdm(total=settings["steps"], unit="step", disable=None if progress else True) as bar:
-        kind = Journal if bar.disable else CountingJournal
-        with kind(folder / "journal.jsonl.gz", header) as journal:
+        meter = measure()
+        kind = MeteredJournal if bar.disable else CountingJournal
+        with kind(folder / "journal.jsonl.gz", header, meter) as journal:
             steps = StepCounter(bar, journal)
             drive(core, loaded.workload, backend, journal=journal, check=settings["check"], on_step=steps)
     simulated_s = time.perf_counter() - began_s
-    metrics = measure(folder, settings)
+    metrics = meter.write(folder, settings, loaded.model)
     slots = cache_slots(settings, loaded.model)
     requested = {"steps": settings["steps"], "cache_fraction": settings["cache"]["fraction"], "runahead": "on"}
     effective = {"steps": steps.count, "cache_fraction": slots / loaded.model.n_total, "runahead": core.runahead}
@@ -119,11 +131,24 @@ def _warnings(core: DecisionCore, steps: int, requested_steps: int) -> list[str]
     return lines
 
 
-class CountingJournal(Journal):
+class MeteredJournal(Journal):
+    """A journal whose records are measured as they are written, so that nobody has to read them again."""
+
+    def __init__(self, path: Path, header: dict[str, Any], meter: Meter) -> None:
+        super().__init__(path, header)
+        self._measure = meter.record
+
+    def record(self, t_s: float, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        """Append one ``handle``."""
+        super().record(t_s, events, commands)
+        self._measure(t_s, events, commands)
+
+
+class CountingJournal(MeteredJournal):
     """A journal that counts along for the bar: fetches, and the distinct experts of each step."""
 
-    def __init__(self, path: Path, header: dict[str, Any]) -> None:
-        super().__init__(path, header)
+    def __init__(self, path: Path, header: dict[str, Any], meter: Meter) -> None:
+        super().__init__(path, header, meter)
         self.fetches = 0
         self.distinct = 0
         self._of_step: set[ExpertId] = set()

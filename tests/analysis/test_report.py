@@ -34,7 +34,7 @@ def test_one_page_with_all_that_it_shows(studies: Path, tmp_path: Path, capsys: 
         assert f'id="fig{figure}"' in page
     assert "no order today" in page
     assert "preset &lt;x&gt;" in page
-    assert "6.46e+09" in page
+    assert "6.62e+09" in page
     assert "Unlike the paper: " in page
     body = page[page.index("<tbody>") :]
     assert body.index('class="NO"') < body.index('class="yes"'), "mismatches first"

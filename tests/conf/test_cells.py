@@ -66,11 +66,10 @@ def test_name_follows_the_content_of_a_trace(base: dict[str, Any], tmp_path: Pat
     assert cell_name(settings) != first
 
 
-def test_record_keeps_no_path_of_the_machine(base: dict[str, Any]) -> None:
+def test_record_keeps_neither_place_nor_study(base: dict[str, Any]) -> None:
     kept = recorded(changed(base, runs="/elsewhere", workers=3))
-    assert "runs" not in kept
-    assert "workers" not in kept
-    assert kept["study"] == "compare"
+    assert not {"runs", "workers", "study"} & kept.keys()
+    assert kept == recorded(changed(base, study="other"))
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def contents(study: str) -> dict[str, bytes]:
     """All files of all runs but the record of the environment: somebody may commit while this test runs."""
     root = Path("runs") / study
     return {
-        str(path.relative_to(root)): path.read_bytes().replace(study.encode(), b"STUDY")
+        str(path.relative_to(root)): path.read_bytes()
         for path in sorted(root.glob("[a-z]*/*"))
         if path.name != "environment.json"
     }
@@ -94,6 +94,32 @@ def test_second_start_runs_nothing_and_a_longer_list_only_what_is_new(capsys: py
 def test_equal_cells_run_once() -> None:
     assert run("system=bevy,bevy", "cache.fraction=0.3,0.30") == 0
     assert calls() == ["bevy"]
+
+
+BOTH_STUDIES = ("study=one,two", "system=bevy,llama_cpp")
+
+
+def test_equal_cells_of_two_studies_run_once() -> None:
+    assert run("study=two", "system=bevy") == 0
+    assert run(*BOTH_STUDIES) == 0
+    assert calls("two") == ["bevy"], "it was there, and the other study got a copy"
+    assert calls("one") == ["llama_cpp"]
+    assert contents("one") == contents("two")
+    assert len(contents("one")) == 6
+    assert run(*BOTH_STUDIES, "force=true") == 0
+    assert calls("one") == ["llama_cpp", "bevy", "llama_cpp"]
+    assert calls("two") == ["bevy"]
+
+
+def test_equal_cells_of_two_studies_fail_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_BROKEN", "llama_cpp")
+    assert run(*BOTH_STUDIES) == 1
+    reasons = [json.loads(path.read_text()) for path in sorted(Path("runs").glob("*/llama_cpp-*.failed.json"))]
+    assert [failure["reason"] for failure in reasons] == ["a policy divided by zero"] * 2
+    monkeypatch.delenv("TOY_BROKEN")
+    assert run(*BOTH_STUDIES) == 0
+    assert contents("one") == contents("two")
+    assert not list(Path("runs").glob("*/*.failed.json"))
 
 
 def test_force_runs_again() -> None:
@@ -267,6 +293,28 @@ def test_ctrl_c_says_how_to_go_on(workers: int) -> None:
     assert "Traceback" not in errors
     assert run(THREE) == 0
     assert names() == ["bevy", "bevy_fifo", "llama_cpp"]
+
+
+def test_ctrl_c_that_a_library_hides_is_one_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OmegaConf's clean-up fails when Ctrl-C meets it half-way, and its error takes the place of the interrupt."""
+
+    def hidden(*_: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AttributeError("half-made")
+
+    for place, says in (
+        ("conf.launch._cell", "stopped before any cell"),
+        ("tests.conf.toy.rundir.write_json", "stopped: 0 of 2"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, hidden)
+            assert run(TWO) == 130
+        assert says in capsys.readouterr().err
+    assert run(TWO) == 0
 
 
 def test_ctrl_c_before_anything_ran(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,17 +9,16 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from conf.devices import DeviceConfig
+from conf.job_times import Affine
 from conf.models import Attention, ModelConfig
+from conf.sharing import FairShare, GpuSharing
 from policies.core.core import DecisionCore
 from policies.core.driver import drive
 from policies.core.messages import Compute, ComputeDone, Fetch, FetchDone, Gate, StepBegin, StepEnd
 from policies.eviction import LFU
 from policies.schedule import Alone, LowestLayerFirst, LowestLayerThenSrtf, OneUnit, PerRequest, SameLayer, Sizes
 from sim.backend import SimBackend
-from sim.device import DeviceConfig
-from sim.gpu import GpuSharing
-from sim.job_times import Affine
-from sim.link import FairShare
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 A, B, C, K = 5.0, 1.0, 0.5, 7.0  # seconds: a layer, an expert, a request, the head

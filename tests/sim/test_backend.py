@@ -3,11 +3,10 @@
 import pytest
 from sim_world import SHARE, A, B, C, Table, device, tiny
 
+from conf.sharing import FairShare, GpuSharing
 from policies.core.messages import Compute, ComputeDone, Fetch, FetchDone, StepEnd
 from policies.core.types import DeadlockError, FetchKind, Phase, ProtocolError
 from sim.backend import SimBackend
-from sim.gpu import GpuSharing
-from sim.link import FairShare
 
 D = FetchKind.DEMAND
 ENTRY_S = A * SHARE + C

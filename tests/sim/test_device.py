@@ -4,10 +4,10 @@ import pytest
 from omegaconf import OmegaConf
 from sim_world import CONF, load
 
+from conf.devices import SOURCES, DeviceConfig
+from conf.job_times import Affine, Table
 from conf.models import ModelConfig
 from policies.core.types import UserError
-from sim.device import SOURCES, DeviceConfig
-from sim.job_times import Affine, Table
 
 DEVICES = sorted(path.stem for path in (CONF / "device").glob("*.yaml"))
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
@@ -77,9 +77,15 @@ def test_the_roofline_of_the_m6_agrees_with_the_fit_it_was_scaled_from():
 
 
 def test_the_m6_reads_an_expert_in_half_a_millisecond():
-    """121.7 ms of link for 235 experts (paper, figures 10 and 12)."""
+    """121.7 ms of busy link for 235 experts (paper, figures 10 and 12) lie between many readers and one, near many.
+
+    One reader gets that share of the rate which one gets of other Apple SSDs (conf/device/m6.yaml names them).
+    """
     link = DeviceConfig.from_config(load("device/m6"), GEMMA4).link
-    assert GEMMA4.expert_bytes / link.bytes_per_s == pytest.approx(121.7e-3 / 235, rel=0.005)
+    many = GEMMA4.expert_bytes / link.bytes_per_s
+    assert many < 121.7e-3 / 235 < many + 0.1 * link.latency_s
+    for rate, size, alone in ((3.35e9, 2**20, 2.2e9), (14.5e9, 3 * 2**20, 8.2e9), (14.1e9, 9.3 * 2**20, 11.1e9)):
+        assert size / (link.latency_s + size / rate) == pytest.approx(alone, rel=0.03)
 
 
 @pytest.mark.parametrize(("size", "rate"), [(0.5e6, 42.8e9), (1.769472e6, 50.3e9), (3.5e6, 52.7e9), (16e6, 54.7e9)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from analysis.__main__ import main as analysis
-from analysis.figures import OF_RUNS
+from analysis.figures import NAMES, OF_RUNS
 from sim.__main__ import main
 
 TINY = (
@@ -34,8 +34,9 @@ def test_every_figure_from_one_command_and_the_page_from_another(capsys: pytest.
         for suffix in ("png", "svg", "csv"):
             assert (folder / f"{name}.{suffix}").stat().st_size > 50
         assert f"figure: {folder}/{name}.png" in printed
+    assert (Path("runs") / "precision_smoke" / "fig2.svg").stat().st_size > 50
     assert analysis(["report", "scale=smoke"]) == 0
-    assert Path("report.html").read_text().count("data:image/png") == len(OF_RUNS)
+    assert Path("report.html").read_text().count("data:image/png") == len(NAMES)
 
 
 def test_a_broken_policy_is_a_marked_gap_and_a_failed_command(

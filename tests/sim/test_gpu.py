@@ -5,7 +5,8 @@ import random
 import pytest
 import simpy
 
-from sim.gpu import Gpu, GpuSharing
+from conf.sharing import GpuSharing
+from sim.gpu import Gpu
 
 
 def run(sharing, batches, busy=()):

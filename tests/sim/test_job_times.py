@@ -3,10 +3,10 @@
 import pytest
 from sim_world import A, B, C, K, device, load, tiny
 
+from conf.devices import DeviceConfig
+from conf.job_times import Curve, roofline
 from conf.models import ModelConfig
 from policies.core.types import Phase
-from sim.device import DeviceConfig
-from sim.job_times import Curve, roofline
 
 
 def step_s(times, n_layers, n, experts, tokens):

@@ -5,7 +5,8 @@ import random
 import pytest
 import simpy
 
-from sim.link import FairShare, Link, fixed_slots, one_at_a_time
+from conf.sharing import FairShare, fixed_slots, one_at_a_time
+from sim.link import Link
 
 
 def run(sharing, reads):

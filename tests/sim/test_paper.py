@@ -3,10 +3,10 @@
 import pytest
 from sim_world import Tape, core, load, union_s
 
+from conf.devices import DeviceConfig
 from conf.models import ModelConfig
 from policies.core.driver import drive
 from sim.backend import SimBackend
-from sim.device import DeviceConfig
 from traces.generate import generate
 from traces.presets import preset_for
 from traces.routing import TraceRouting

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from analysis.metrics import Metrics
 from conf.cells import resolved
 from conf.compose import composing, expand
 from policies.core.journal import read_journal
@@ -42,7 +43,7 @@ def settings(system, *more):
 
 def simulated(folder: Path, system, *more):
     folder.mkdir()
-    simulate(settings(system, *more), folder, progress=False, measure=lambda *_: {"warnings": []})
+    simulate(settings(system, *more), folder, progress=False, measure=Metrics)
     _, records = read_journal(folder / "journal.jsonl.gz")
     return json.loads((folder / "summary.json").read_text()), list(records)
 

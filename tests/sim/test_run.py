@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
+from analysis.metrics import write_metrics
 from conf import compose
 from conf.models import ModelConfig
 from policies.build import build_core
@@ -76,6 +77,18 @@ def test_a_run_directory_has_everything(capsys: pytest.CaptureFixture[str]) -> N
     states = [summary[state] for state in ("busy_both", "link_only", "gpu_only", "neither")]
     assert sum(states) == pytest.approx(1)
     assert len(pd.read_parquet(run_dir / "steps.parquet")) == 6
+
+
+@pytest.mark.parametrize("system", ["bevy", "specmd"])
+def test_metrics_heard_while_running_are_those_of_the_journal(system: str) -> None:
+    assert run(f"system={system}") == 0
+    steps = folder(system) / "steps.parquet"
+    heard = steps.read_bytes()
+    read = write_metrics(folder(system), OmegaConf.to_container(OmegaConf.load(folder(system) / "config.yaml")))  # type: ignore[arg-type]
+    assert steps.read_bytes() == heard
+    summary = json.loads((folder(system) / "summary.json").read_text())
+    assert read.keys() <= summary.keys()
+    assert {**summary, **json.loads(json.dumps({k: v for k, v in read.items() if k != "warnings"}))} == summary
 
 
 def test_the_journal_alone_gives_the_same_commands() -> None:

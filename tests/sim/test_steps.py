@@ -5,10 +5,9 @@ import random
 import pytest
 from sim_world import SHARE, A, B, C, K, device, play, tiny, union_s
 
+from conf.sharing import FairShare, GpuSharing, fixed_slots, one_at_a_time
 from policies.core.messages import Fetch
 from policies.core.types import Phase
-from sim.gpu import GpuSharing
-from sim.link import FairShare, fixed_slots, one_at_a_time
 
 FETCH = 3.0  # seconds: 3 MB at 1 MB/s
 ENTRY, LAST = A * SHARE, A * (1 - SHARE)  # fixed parts

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from conf.job_times import Affine, Curve, JobTimes, Table, roofline
 from conf.models import ModelConfig
+from conf.sharing import FairShare, GpuSharing, HostSharing, fixed_slots, one_at_a_time
 from policies.core.types import UserError
-from sim.gpu import GpuSharing
-from sim.job_times import Affine, Curve, JobTimes, Table, roofline
-from sim.link import FairShare, fixed_slots, one_at_a_time
 
 SOURCES = ("measured", "fitted", "assumed")
 SHARINGS = ("fair", "one_at_a_time", "fixed_slots")
@@ -42,6 +41,17 @@ class DeviceConfig:
     fetch_slots: int
     times_from: str
     sources: Mapping[str, str]
+    cpu: HostSharing | None = None
+    fetch_s: float = 0.0
+
+    @property
+    def host_times(self) -> dict[str, float] | None:
+        """What a co-execution policy must know: one expert on the link and on the CPU; None without a CPU."""
+        if self.cpu is None:
+            return None
+        cpu = self.cpu
+        times = {"expert_s": cpu.expert_s, "move_s": cpu.move_s, "token_share": cpu.token_share}
+        return {"fetch_s": self.fetch_s, **times}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: ModelConfig) -> DeviceConfig:
@@ -71,6 +81,8 @@ class DeviceConfig:
             fetch_slots=fetch_slots,
             times_from=times_from,
             sources=root.sources,
+            cpu=_cpu(root.section("cpu"), model) if root.has("cpu") else None,
+            fetch_s=sharing.latency_s + model.expert_bytes / sharing.bytes_per_s,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -200,6 +212,15 @@ def _link(section: _Section) -> tuple[FairShare, int]:
         return fixed_slots(rate, readers, latency_s, splits), readers // splits
     cap = section.number("per_reader_bytes_per_s", above=0.0) if section.has("per_reader_bytes_per_s") else math.inf
     return FairShare(rate, readers, cap, latency_s, splits), readers // splits
+
+
+def _cpu(section: _Section, model: ModelConfig) -> HostSharing:
+    rate = section.number("bytes_per_s", above=0.0)
+    return HostSharing(
+        expert_s=section.number("call_s") + model.expert_bytes / rate,
+        token_share=section.number("token_share"),
+        move_s=section.number("move_s"),
+    )
 
 
 def _times(gpu: _Section, model: ModelConfig) -> tuple[JobTimes, str]:
