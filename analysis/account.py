@@ -22,7 +22,6 @@ from policies.core.messages import (
     HostCompute,
     StepBegin,
     StepEnd,
-    TokensEnd,
 )
 from policies.core.types import ExpertId, FetchKind, Phase, RequestId, UserError
 
@@ -49,10 +48,6 @@ class JournalRecord(Protocol):
 @dataclass(slots=True)
 class Step:
     """One decode step.
-
-    Of a run without a barrier: the time in which as many tokens were completed as requests decoded together at its
-    beginning (at the next head's end; what a head gives more counts for the next step).  ``requests``: of each such
-    token its request.
 
     ``busy_both_s + link_only_s + gpu_only_s + neither_s`` is the step's duration.  The link is busy while at
     least one fetch is between its ``Fetch`` and its ``FetchDone``, the GPU while at least one batch is between
@@ -133,10 +128,6 @@ class Account:
         self.fetched: set[ExpertId] = set()
         self.layers: set[int] = set()
         self.last_token_s: dict[RequestId, float] = {}
-        self.live: set[RequestId] = set()
-        self.barrier = True
-        self.ended: list[RequestId] = []  # without a barrier: requests of the tokens that this step completed
-        self.tokens_due = 0  # and how many end it
 
     def record(self, t_s: float, events: Iterable[Event], commands: Iterable[Command]) -> None:
         """What happened at the next instant.
@@ -186,10 +177,7 @@ class Account:
                 self.batches.remove(event.batch)
                 asked.append(event)
             elif type(event) is StepBegin:
-                self.live.update(event.requests)
-                if self.step is None and self.live:
-                    self.step = Step(event.step, event.requests, self.now_s)
-                    self.tokens_due += len(self.live)
+                self.step = Step(event.step, event.requests, self.now_s)
         if self.flying:
             for done in asked:
                 for gate in done.gates:
@@ -204,8 +192,6 @@ class Account:
         ends = False
         for command in commands:
             if step is None:
-                if type(command) is StepEnd and not self.barrier:
-                    continue
                 raise UserError(f"the journal has a command outside any step at {self.now_s} s; make the run again")
             if type(command) is Compute:
                 self.batches.add(command.batch)
@@ -216,8 +202,6 @@ class Account:
             elif type(command) is HostCompute:
                 step.hosted += 1
                 self.needed.add(command.expert)
-            elif type(command) is TokensEnd:
-                ends = self._tokens(step, command.requests)
             elif type(command) is StepEnd:
                 ends = True
         if not ends or step is None:
@@ -261,30 +245,14 @@ class Account:
     def _end(self, step: Step) -> None:
         step.end_s = self.now_s
         step.needed = tuple(sorted(self.needed))
-        if self.barrier:
-            self._token_gaps(step, step.requests)
-        else:
-            self.tokens_due -= len(self.ended)
-            step.requests = tuple(self.ended)
-            self.ended.clear()
         self.needed.clear()
         self.fetched.clear()
         self.layers.clear()
-
-    def _tokens(self, step: Step, requests: tuple[RequestId, ...]) -> bool:
-        """A token of these requests has ended; True if the step has."""
-        self.barrier = False
-        self.live.difference_update(requests)
-        self.ended += requests
-        self._token_gaps(step, requests)
-        return len(self.ended) >= self.tokens_due
-
-    def _token_gaps(self, step: Step, requests: tuple[RequestId, ...]) -> None:
-        for request in requests:
+        for request in step.requests:
             before_s = self.last_token_s.get(request)
             if before_s is not None:
-                step.token_gaps_s.append((request, self.now_s - before_s))
-            self.last_token_s[request] = self.now_s
+                step.token_gaps_s.append((request, step.end_s - before_s))
+            self.last_token_s[request] = step.end_s
 
 
 def account(records: Iterable[JournalRecord]) -> list[Step]:

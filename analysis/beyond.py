@@ -26,7 +26,6 @@ LOOKS = {
     "batch": Look("#999999", "s"),
     "halves": Look("#56B4E9", "^"),
     "pairs": Look("#009E73", "v"),
-    "bevy_async": Look("#CC79A7", "P"),
     "bevy_retention": Look("#E69F00", "D"),
     "auto": Look("#D55E00", "o"),
 }
@@ -111,6 +110,9 @@ def _lines(means: pd.DataFrame, spread: pd.DataFrame) -> Iterator[str]:
             if device not in means.index.unique("device"):
                 continue
             mine, sd = (frame.xs(device, level="device") for frame in (means, spread))
+            mine = mine[mine[f"{system}_over_bevy"].notna()]
+            if mine.empty:  # a system that needs what this device lacks
+                continue
             bevy, best, closed = (mine[f"{system}_{what}"] for what in ("over_bevy", "over_best", "closed"))
             deviation = sd[f"{system}_over_bevy"].median()
             yield row.format(
@@ -127,13 +129,16 @@ def _lines(means: pd.DataFrame, spread: pd.DataFrame) -> Iterator[str]:
 
 
 def _where(means: pd.DataFrame, system: str) -> Iterator[str]:
-    """Mean gain over Bevy by route and cache size, and the worst and the best cell."""
-    column = means[f"{system}_over_bevy"]
-    by = column.groupby(level=["route", "cache"]).mean().unstack("cache")
-    yield f"{system} over Bevy, mean over devices and requests"
-    yield f"{'':18s}" + "".join(f"{cache:>8.0%}" for cache in by)
-    for route, values in by.iterrows():
-        yield f"{route!s:18s}" + "".join(f"{value:>8.3f}" for value in values)
+    """Mean gains by cache size and by route, device and number of requests, and the worst and the best cell."""
+    means = means[means[f"{system}_over_bevy"].notna()]
+    for what, over in (("over_bevy", "Bevy"), ("over_best", "the best of 3")):
+        yield f"{system} over {over}, means by cache size"
+        yield f"{'':18s}" + "".join(f"{cache:>8.0%}" for cache in means.index.unique("cache"))
+        for level in ("route", "device", "requests"):
+            by = means[f"{system}_{what}"].groupby(level=[level, "cache"]).mean().unstack("cache")
+            for name, values in by.iterrows():
+                label = f"{name} {level}" if level == "requests" else f"{name}"
+                yield f"{label:18s}" + "".join(f"{value:>8.3f}" for value in values)
     over_best = f"{system}_over_best"
     ordered = means.sort_values(over_best, kind="stable").reset_index()
     for name, cell in (("least", ordered.iloc[0]), ("most", ordered.iloc[-1])):

@@ -69,12 +69,12 @@ SYSTEMS: Mapping[str, Callable[[int], tuple[str, ...]]] = {
     "halves": lambda n: (f"system=static_{(n + 1) // 2}_{n // 2}",),
     "pairs": lambda n: ("system=static_" + "_".join(["2"] * (n // 2) + ["1"] * (n % 2)),),
     "bevy": lambda n: ("system=bevy",),
-    "bevy_async": lambda n: ("system=bevy_async",),
     "bevy_retention": lambda n: ("system=bevy_retention",),
     "auto_lfu": lambda n: ("system=auto", "cache=lfu"),
     "auto": lambda n: ("system=auto",),
+    "bevy_cpu": lambda n: ("system=bevy_cpu",),
 }
-"""What is compared: the overrides of each system for so many requests."""
+"""What is compared: the overrides of each system for so many requests.  bevy_cpu: where the device has a CPU."""
 
 KEYS = ("half", "route", "requests", "seed", "cache", "device", "system")
 VALUES = ("step_s", "gpu_s", "link_s", "fetches", "optimal_fetches", "group_size", "runahead")
@@ -169,6 +169,8 @@ def run_cell(grid: Grid, task: tuple[str, int, int, float]) -> list[dict[str, An
     trace, start = requests_of(grid, route, requests, seed)
     rows = []
     for device, system in product(grid.devices, grid.systems):
+        if system == "bevy_cpu" and device_of(device, route).host_times is None:
+            continue
         key = dict(zip(KEYS, (grid.half, route, requests, seed, cache, device, system), strict=True))
         try:
             rows.append(key | simulate(grid, key, trace, start))
@@ -187,7 +189,7 @@ def simulate(grid: Grid, key: Mapping[str, Any], trace: Trace, start: int) -> di
         trace, key["requests"], grid.steps, seed=key["seed"], selection="random", start=start,
         context_tokens=CONTEXT_TOKENS,
     )  # fmt: skip
-    core = build_core(settings, trace.model, device.fetch_slots)
+    core = build_core(settings, trace.model, device.fetch_slots, device.host_times)
     memory = Memory()
     backend = SimBackend(model, device, TraceRouting(trace, workload), workload.context_tokens)
     drive(core, workload, backend, journal=memory)  # type: ignore[arg-type]
@@ -196,12 +198,11 @@ def simulate(grid: Grid, key: Mapping[str, Any], trace: Trace, start: int) -> di
     optimum = None
     if key["system"] == grid.systems[0]:
         optimum = optimal_fetches(steps, trace.model, cache_slots(settings, trace.model), grid.warmup)
-    return _values(measured, key["requests"], optimum) | {"runahead": core.runahead.split(":")[0]}
+    return _values(measured, optimum) | {"runahead": core.runahead.split(":")[0]}
 
 
-def _values(steps: Sequence[Step], requests: int, optimum: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A step is as many tokens as requests decode together, also where no barrier divides the steps."""
-    count = sum(len(step.requests) for step in steps) / requests
+def _values(steps: Sequence[Step], optimum: Mapping[str, Any] | None) -> dict[str, Any]:
+    count = len(steps)
     batches = sum(step.group_sizes.total() for step in steps)
     return {
         "step_s": sum(step.step_s for step in steps) / count,

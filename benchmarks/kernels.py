@@ -270,8 +270,8 @@ def candidates(dtype: str, model: str) -> list[Any]:
         tried = itertools.product(ups, downs, (False, True))
         return [Q4Tuning(*up[:3], *down, ahead, *up[3:]) for up, down, ahead in tried if not ahead or down == downs[0]]
     columns = (512, 256) if model == "gemma4" else (256, 512)
-    tried = itertools.product(((2, 2), (4, 4), (8, 4)), (False, True), (8, 16))
-    return [FloatTuning(rows, columns[0], warps, both, down, columns[1], 8) for (rows, warps), both, down in tried]
+    tried = itertools.product(((2, 2), (4, 4), (8, 4)), (8, 16))
+    return [FloatTuning(rows, columns[0], warps, down, columns[1], 8) for (rows, warps), down in tried]
 
 
 def compile_one(case: tuple[str, str, Any]) -> None:

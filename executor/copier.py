@@ -2,6 +2,7 @@
 
 Owns one thread, one copy stream and the use of the staging buffers, each free again only after its copy's event.
 One thread issues all copies: several would gain nothing (one copy engine) and would fight for the interpreter's lock.
+On a paced link another one waits until they are due, so that the next copies move meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +26,43 @@ class _Copy:
     fetch: Fetch
     source: torch.Tensor  # pinned, uint8 [stride]
     staging: int | None
-    due: Due
+    due: Due | None
+
+
+class Holder:
+    """A thread in which copies that are done wait until they are due; the one that issues copies must not wait.
+
+    First in, first out: experts have one size, so that they are due in the order in which they were asked for.  Of
+    reads that overtook one another one may be posted late, but with its own time.
+    """
+
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
+        self._held: queue.SimpleQueue[tuple[Fetch, float, Due] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="copier-holder", daemon=True)
+        self._thread.start()
+
+    def hold(self, fetch: Fetch, there_s: float, due: Due) -> None:
+        """Post ``FetchDone`` when it is due; ``there_s``: when its bytes were there.  Does not block."""
+        self._held.put((fetch, there_s, due))
+
+    @property
+    def alive(self) -> bool:
+        """False if the thread has ended."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Post what is held, each when it is due, and join the thread."""
+        self._held.put(None)
+        self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        try:
+            while (item := self._held.get()) is not None:
+                fetch, there_s, due = item
+                self._completions.put((FetchDone(fetch.fetch), due(there_s)))
+        except BaseException as error:  # the driver must hear of it, or it waits for ever
+            self._completions.put(error)
 
 
 class CudaCopier:
@@ -48,6 +85,7 @@ class CudaCopier:
             self._free.put(index)
         self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self.stream = torch.cuda.Stream(device=slots.device)  # type: ignore[no-untyped-call]
+        self._holder = Holder(completions)
         self._thread = threading.Thread(target=self._run, name="copier", daemon=True)
         self._thread.start()
 
@@ -60,13 +98,13 @@ class CudaCopier:
         self._used_by[fetch.fetch] = index
         return self._staging.buffers[index]
 
-    def landed(self, fetch: Fetch, buffer: memoryview, due: Due) -> None:
+    def landed(self, fetch: Fetch, buffer: memoryview, due: Due | None) -> None:
         """Copy the fetch's staging buffer to its slot."""
         assert self._staging is not None
         index = self._used_by.pop(fetch.fetch)
         self._copies.put(_Copy(fetch, self._staging.pieces[index], index, due))
 
-    def copy(self, fetch: Fetch, source: torch.Tensor, due: Due = time.perf_counter) -> None:
+    def copy(self, fetch: Fetch, source: torch.Tensor, due: Due | None = None) -> None:
         """Copy from pinned memory that stays as it is (the pack in memory): no reader, no staging."""
         self._copies.put(_Copy(fetch, source, None, due))
 
@@ -77,13 +115,14 @@ class CudaCopier:
     @property
     def alive(self) -> bool:
         """See ``Landing``."""
-        return self._thread.is_alive()
+        return self._thread.is_alive() and self._holder.alive
 
     def close(self) -> None:
-        """Finish the copies that were asked for and join the thread."""
+        """Finish the copies that were asked for and join the threads."""
         self.unblock()
         self._copies.put(None)
         self._thread.join(JOIN_S)
+        self._holder.close()
 
     # ---------------------------------------------------------------- in the thread
 
@@ -111,9 +150,13 @@ class CudaCopier:
 
     def _finish(self, item: _Copy, event: torch.cuda.Event) -> None:
         event.synchronize()
+        there_s = time.perf_counter()
         if item.staging is not None:
             self._free.put(item.staging)
-        self._completions.put((FetchDone(item.fetch.fetch), item.due()))
+        if item.due is None:
+            self._completions.put((FetchDone(item.fetch.fetch), there_s))
+        else:
+            self._holder.hold(item.fetch, there_s, item.due)
 
 
 class MemoryReader:
@@ -133,7 +176,7 @@ class MemoryReader:
         self.counters.reads += 1
         self.counters.bytes_requested += piece.numel()
         self.counters.bytes_read += piece.numel()
-        self._copier.copy(fetch, piece, self._begin() if self._begin else time.perf_counter)
+        self._copier.copy(fetch, piece, self._begin() if self._begin else None)
 
     @property
     def alive(self) -> bool:

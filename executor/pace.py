@@ -73,8 +73,8 @@ class PacedLink:
         self._transfers = _Transfers(sharing)
         self._count = 0
 
-    def begin(self, n_bytes: int) -> Callable[[], float]:
-        """A transfer is asked for; call the result when its bytes are really there.
+    def begin(self, n_bytes: int) -> Callable[[float], float]:
+        """A transfer is asked for; call the result, with the time when its bytes were really there.
 
         That call sleeps until the transfer is due and returns the time that counts as its end.  Transfers that are
         asked for later share the link and may move the time, never to an earlier one.
@@ -82,10 +82,9 @@ class PacedLink:
         with self._lock:
             number = self._count = self._count + 1
             self._transfers.add(number, n_bytes, self._instant.now())
-        return lambda: self._hold(number)
+        return lambda there_s: self._hold(number, there_s)
 
-    def _hold(self, number: int) -> float:
-        there_s = self._clock()
+    def _hold(self, number: int, there_s: float) -> float:
         due_s = self._due_s(number)
         late = there_s > due_s
         while (left_s := due_s - self._clock()) > 0:

@@ -51,7 +51,7 @@ Writes an expert pack: experts that can be read one by one, all other weights, a
   config.KEY    change a value of a random model's Hugging Face config
 """
 
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 8 << 20
 """Shared weights are converted in pieces of about this size."""
 
 Item = TypeVar("Item")

@@ -29,8 +29,8 @@ Posted = tuple[Event, float] | BaseException
 
 Completions = queue.SimpleQueue[Posted]
 
-Due = Callable[[], float]
-"""Called when a fetch is complete: waits until it may count as such, on a paced link, and returns that time."""
+Due = Callable[[float], float]
+"""Of a fetch on a paced link: given when its bytes were there, waits until it counts as complete; returns that time."""
 
 JOIN_S = 5.0
 """How long ``close`` waits for a read in progress."""
@@ -43,8 +43,8 @@ class Landing(Protocol):
         """The page-aligned buffer for this fetch; may block until one is free."""
         ...
 
-    def landed(self, fetch: Fetch, buffer: memoryview, due: Due) -> None:
-        """All bytes are in ``buffer``: post ``FetchDone`` at the time of ``due()``, now or from the slot."""
+    def landed(self, fetch: Fetch, buffer: memoryview, due: Due | None) -> None:
+        """All bytes are in ``buffer``: post ``FetchDone`` when it is due and in the slot; None: it is due at once."""
         ...
 
     @property
@@ -79,9 +79,10 @@ class SlotLanding:
         """See :class:`Landing`; never blocks."""
         return self._slots[fetch.slot]
 
-    def landed(self, fetch: Fetch, buffer: memoryview, due: Due) -> None:
+    def landed(self, fetch: Fetch, buffer: memoryview, due: Due | None) -> None:
         """See :class:`Landing`."""
-        self._completions.put((FetchDone(fetch.fetch), due()))
+        there_s = time.perf_counter()
+        self._completions.put((FetchDone(fetch.fetch), due(there_s) if due else there_s))
 
     def unblock(self) -> None:
         """Nothing blocks here."""
@@ -103,7 +104,7 @@ class ReadCounters:
 @dataclass(frozen=True, slots=True)
 class _Order:
     fetch: Fetch
-    due: Due
+    due: Due | None
 
 
 class ReaderPool:
@@ -140,7 +141,7 @@ class ReaderPool:
     def submit(self, fetch: Fetch) -> None:
         """Read an expert into its slot; the completion is posted later."""
         stride = self._source.store.stride
-        due = self._link.begin(self._source.store.expert_bytes) if self._link else time.perf_counter
+        due = self._link.begin(self._source.store.expert_bytes) if self._link else None
         with self._lock:
             self.counters.fetches += 1
             self.counters.bytes_requested += stride

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from policies.core.core import DecisionCore
-from policies.core.protocols import EvictionPolicy
+from policies.core.protocols import CoExecution, EvictionPolicy
 from policies.core.types import CapacityError, ModelSpec, UserError
 from policies.prefetch import Predictor
 from policies.schedule import Sizes
@@ -26,11 +26,17 @@ from policies.schedule import Sizes
 _OPTIONS = Path(__file__).resolve().parents[1] / "conf"
 
 
-def build_core(config: DictConfig | Mapping[str, Any], model: ModelSpec, fetch_slots: int) -> DecisionCore:
+def build_core(
+    config: DictConfig | Mapping[str, Any],
+    model: ModelSpec,
+    fetch_slots: int,
+    host_times: Mapping[str, float] | None = None,
+) -> DecisionCore:
     """The decision core of one run, from ``schedule``, ``cache``, ``prefetch``, ``concurrency`` and ``strict``.
 
-    ``fetch_slots``: reads that the device keeps in flight.  Raises UserError (one line) for an unknown
-    or misconfigured policy and CapacityError for a cache that is too small.
+    ``fetch_slots``: reads that the device keeps in flight.  ``host_times``: the device's ``fetch_s``, ``expert_s``,
+    ``move_s`` and ``token_share`` for ``schedule.host``; None where no CPU computes experts.
+    Raises UserError (one line) for an unknown or misconfigured policy and CapacityError for a cache that is too small.
     """
     root = _root(config)
     slots = cache_slots(root, model)
@@ -59,10 +65,11 @@ def build_core(config: DictConfig | Mapping[str, Any], model: ModelSpec, fetch_s
         slots,
         eviction,
         partition=partition,
-        batching=_make(root, "schedule.batching", "group"),
+        batching=_batching(root, partition),
         compute_order=_make(root, "schedule.compute_order", "key"),
         fetch_order=_make(root, "schedule.fetch_order", "key"),
         prefetch=_make(root, "prefetch.policy", "next") if OmegaConf.select(root, "prefetch.policy") else None,
+        host=_host(root, host_times),
         fetch_slots=fetch_slots,
         compute_slots=compute_slots,
         strict=bool(OmegaConf.select(root, "strict", default=False)),
@@ -146,6 +153,28 @@ def _make(root: DictConfig, key: str, method: str, slots: int | None = None) -> 
             f"conf/{group} has {_options(group)}"
         )
     return policy
+
+
+def _batching(root: DictConfig, partition: Any) -> Any:
+    """``schedule.batching``; if it is null the partition must batch too."""
+    if OmegaConf.select(root, "schedule.batching") is None and hasattr(partition, "group"):
+        return partition
+    return _make(root, "schedule.batching", "group")
+
+
+def _host(root: DictConfig, times: Mapping[str, float] | None) -> CoExecution | None:
+    """``schedule.host``, if there is one, with the times of the device."""
+    node = OmegaConf.select(root, "schedule.host")
+    if node is None:
+        return None
+    if times is None:
+        raise UserError(
+            "schedule.host computes experts on the host's CPU, and no CPU is known here: the simulator does it with a "
+            "device that has a cpu section (rtx4090, h200_ram)"
+        )
+    filled = {**times, **node}
+    host: CoExecution = _make(OmegaConf.create({"schedule": {"host": filled}}), "schedule.host", "choose")
+    return host
 
 
 def _root(config: DictConfig | Mapping[str, Any]) -> DictConfig:

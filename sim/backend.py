@@ -124,7 +124,7 @@ class SimBackend:
         if command.phase is Phase.ENTRY:
             self._step += 1
             request_s, contexts = self._request_s, self._contexts
-            self._requests_s.update({request: request_s(contexts(request)) for request in requests})
+            self._requests_s = {request: request_s(contexts(request)) for request in requests}
         if len(requests) == 1:
             requests_s = self._requests_s[requests[0]]
         else:

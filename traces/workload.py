@@ -64,7 +64,6 @@ class TraceWorkload:
         self._base = _contexts(trace, context_tokens, seed)
         self._refill = refill
         self._step = 0
-        self._begun = 0
         arrivals = _arrivals(arrivals_s, len(chosen))
         queue = sorted(zip(arrivals, range(len(chosen)), chosen, strict=True))
         self._waiting = deque((arrival, request) for arrival, _, request in queue)
@@ -87,35 +86,7 @@ class TraceWorkload:
         if not active:
             return self._waiting[0][0] if self._waiting and self._may_join() else None
         self._step += 1
-        self._begun += len(active)
         return StepBegin(self._step - 1, tuple(active))
-
-    def turn(self, requests: tuple[RequestId, ...], now_s: float) -> StepBegin:
-        """Without a barrier: the token of ``requests`` has ended; who begins one now, those that join included.
-
-        As many tokens begin as ``concurrency`` requests decode in ``steps`` steps; a step's number grows by one every
-        ``concurrency`` tokens.
-        """
-        step = min(self._begun // self.concurrency, self.steps - 1)
-        going: list[RequestId] = []
-        for request in requests:
-            at = self.positions.pop(request) + 1
-            if at < self._end[request] and self._begun < self.concurrency * self.steps:
-                self.positions[request] = at
-                self._begun += 1
-                going.append(request)
-        while self._begun < self.concurrency * self.steps and (joins := self._next(now_s)) is not None:
-            self.positions[joins] = self._first[joins]
-            self._begun += 1
-            going.append(joins)
-        self._step = self._begun // self.concurrency
-        return StepBegin(step, tuple(going))
-
-    def _next(self, now_s: float) -> RequestId | None:
-        """A waiting request that may join those of ``positions``."""
-        if len(self.positions) == self.concurrency or not self._waiting or not self._may_join():
-            return None
-        return self._waiting.popleft()[1] if self._waiting[0][0] <= now_s else None
 
     def context_tokens(self, request: RequestId) -> int:
         """Tokens in the context of an active request, without the one that it decodes now."""

@@ -1,7 +1,7 @@
-"""Experts in bf16 or float32 on vector units, in float32 arithmetic: pair by pair, or two pairs that share an expert.
+"""Experts in bf16 or float32 on vector units, in float32 arithmetic, pair by pair.
 
-At up to 16 tokens the weights' bytes decide.  What is read again for another pair comes from the L2 cache, which is
-good enough for narrow experts; wide ones gain from reading once for two.
+At up to 16 tokens the weights' bytes decide.  What is read again for another pair comes from the L2 cache; reading once
+for two pairs of one expert was slower (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -15,94 +15,50 @@ from torch import Tensor
 
 from executor.kernels.launch import launch
 from executor.kernels.maths import activated, let_next_begin, wait_for_previous
-from executor.kernels.values import MAX_TOKENS, ExpertsScratch, ExpertsShape
+from executor.kernels.values import ExpertsScratch, ExpertsShape
 
 
 @triton.jit
-def _products(
-    source,
-    other,
-    base,
-    row,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BOTH: tl.constexpr,
-):
-    """Rows of gate and up times one input, or two that share the weights; each sum is the same in either case."""
-    column = tl.arange(0, COLUMNS)
-    here = (row < I)[:, None]
-    base = base + row[:, None] * H + column[None, :]
-    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
-    up = tl.zeros([ROWS, COLUMNS], tl.float32)
-    gate_2 = tl.zeros([ROWS, COLUMNS], tl.float32)
-    up_2 = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for i in tl.static_range(0, H, COLUMNS):
-        ok = i + column < H
-        if i + COLUMNS <= H and I % ROWS == 0:
-            g = tl.load(base + i).to(tl.float32)
-            u = tl.load(base + I * H + i).to(tl.float32)
-        else:
-            g = tl.load(base + i, mask=here & ok[None, :], other=0.0).to(tl.float32)
-            u = tl.load(base + I * H + i, mask=here & ok[None, :], other=0.0).to(tl.float32)
-        value = tl.load(source + i + column, mask=ok, other=0.0).to(tl.float32)[None, :]
-        gate += g * value
-        up += u * value
-        if BOTH:
-            value = tl.load(other + i + column, mask=ok, other=0.0).to(tl.float32)[None, :]
-            gate_2 += g * value
-            up_2 += u * value
-    return tl.sum(gate, 1), tl.sum(up, 1), tl.sum(gate_2, 1), tl.sum(up_2, 1)
-
-
-@triton.jit(do_not_specialize=["n_pairs"])
 def _gate_up(
     x,
     arena,
     slots,
     inner,
     x_stride,
-    n_pairs,
     STRIDE: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,
     K: tl.constexpr,
     GELU: tl.constexpr,
-    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SHARED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Grid (pairs, I / ROWS).  SHARED: two pairs of one slot are computed together, by the program of the first."""
+    """Grid (pairs, I / ROWS)."""
     let_next_begin(True)
     pair = tl.program_id(0)
     slot = tl.load(slots + pair)
-    if SHARED:
-        every = tl.arange(0, BLOCK)
-        same = tl.load(slots + every, mask=every < n_pairs, other=-1) == slot
-        before = tl.sum((same & (every < pair)).to(tl.int32))
-        slot = tl.where(before % 2 == 0, slot, -1)
-        second = tl.min(tl.where(same & (every > pair), every, n_pairs))
     wait_for_previous(EARLY)
     if slot >= 0:
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        base = arena + slot.to(tl.int64) * STRIDE
+        column = tl.arange(0, COLUMNS)
+        here = (row < I)[:, None]
         source = x + (pair // K) * x_stride
-        kept = inner + pair * I + row
-        if SHARED:
-            if second < n_pairs:
-                other = x + (second // K) * x_stride
-                gate, up, gate_2, up_2 = _products(source, other, base, row, H, I, ROWS, COLUMNS, True)
-                tl.store(kept, activated(gate, GELU) * up, mask=row < I)
-                tl.store(inner + second * I + row, activated(gate_2, GELU) * up_2, mask=row < I)
+        base = arena + slot.to(tl.int64) * STRIDE + row[:, None] * H + column[None, :]
+        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for i in tl.static_range(0, H, COLUMNS):
+            ok = i + column < H
+            if i + COLUMNS <= H and I % ROWS == 0:
+                g = tl.load(base + i).to(tl.float32)
+                u = tl.load(base + I * H + i).to(tl.float32)
             else:
-                gate, up, _, _ = _products(source, source, base, row, H, I, ROWS, COLUMNS, False)
-                tl.store(kept, activated(gate, GELU) * up, mask=row < I)
-        else:
-            gate, up, _, _ = _products(source, source, base, row, H, I, ROWS, COLUMNS, False)
-            tl.store(kept, activated(gate, GELU) * up, mask=row < I)
+                g = tl.load(base + i, mask=here & ok[None, :], other=0.0).to(tl.float32)
+                u = tl.load(base + I * H + i, mask=here & ok[None, :], other=0.0).to(tl.float32)
+            value = tl.load(source + i + column, mask=ok, other=0.0).to(tl.float32)[None, :]
+            gate += g * value
+            up += u * value
+        tl.store(inner + pair * I + row, activated(tl.sum(gate, 1), GELU) * tl.sum(up, 1), mask=row < I)
 
 
 @triton.jit
@@ -148,23 +104,22 @@ def _down(
 
 @dataclass(frozen=True, slots=True)
 class FloatTuning:
-    """Rows, warps and sharing do not change a row's bits; columns do, so that they are one for all group sizes."""
+    """Rows and warps do not change a row's bits; columns do, so that they are one for all group sizes."""
 
     up_rows: int
     up_columns: int
     up_warps: int
-    up_shared: bool
     down_rows: int
     down_columns: int
     down_warps: int
 
 
-def tuning_of(shape: ExpertsShape, n: int) -> FloatTuning:
+def tuning_of(shape: ExpertsShape) -> FloatTuning:
     """What was fastest on an H200 for Qwen3.6's and Gemma4's sizes (docs/kernels.md)."""
     hidden, inner = (triton.next_power_of_2(k) for k in (shape.geometry.hidden, shape.geometry.intermediate))
     if hidden > 2048:
-        return FloatTuning(4, 512, 4, n > 2, 8, min(256, inner), 8)
-    return FloatTuning(2, min(256, hidden), 2, False, 8, min(512, inner), 8)
+        return FloatTuning(4, 512, 4, 8, min(256, inner), 8)
+    return FloatTuning(2, min(256, hidden), 2, 8, min(512, inner), 8)
 
 
 def float_experts(
@@ -185,7 +140,7 @@ def float_experts(
     weights = arena.view(torch.bfloat16 if g.dtype == "bf16" else torch.float32)
     stride = g.stride_bytes // weights.element_size()
     n = rows.shape[0]
-    tuning = tuning or tuning_of(shape, n)
+    tuning = tuning or tuning_of(shape)
     launch(
         _gate_up,
         (n * k, -(-g.intermediate // tuning.up_rows)),
@@ -194,16 +149,13 @@ def float_experts(
         slots,
         scratch.inner,
         x.stride(0),
-        n * k,
         stride,
         g.hidden,
         g.intermediate,
         k,
         shape.activation == "gelu_tanh",
-        triton.next_power_of_2(MAX_TOKENS * k),
         tuning.up_rows,
         tuning.up_columns,
-        tuning.up_shared,
         early,
         warps=tuning.up_warps,
         early=early,

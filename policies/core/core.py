@@ -13,7 +13,9 @@ The rules of the machine, in one place:
 6. While a fetch slot is free, the fetch order picks a blocked job and its next expert is read; the
    prefetch policy speaks only while no demand fetch is queued.
 7. After the last job of the last unit: HEAD batch of all requests, then StepEnd.
-8. Nothing running and something unfinished is a DeadlockError; an answer to no question is a
+8. With a co-execution policy the host's CPU computes some absent experts of a new job: they take no entry, and the
+   job is blocked until their results are there.
+9. Nothing running and something unfinished is a DeadlockError; an answer to no question is a
    ProtocolError.
 
 No clock, no random numbers, no threads, no tensors; nothing iterated here is a set.
@@ -21,14 +23,34 @@ No clock, no random numbers, no threads, no tensors; nothing iterated here is a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from policies.core.expert_cache import Entry, ExpertCache
 from policies.core.fetch_queue import FetchQueue
+from policies.core.host_queue import HostQueue
 from policies.core.issuer import JobIssuer
-from policies.core.messages import Command, Compute, ComputeDone, Event, Fetch, FetchDone, Gate, StepBegin, StepEnd
+from policies.core.messages import (
+    Command,
+    Compute,
+    ComputeDone,
+    Event,
+    Fetch,
+    FetchDone,
+    HostDone,
+    StepBegin,
+    StepEnd,
+    StepTook,
+)
 from policies.core.progress import Job, ProgressTable
-from policies.core.protocols import Batching, EvictionPolicy, JobOrder, Partition, PrefetchPolicy
+from policies.core.protocols import (
+    Batching,
+    CoExecution,
+    EvictionPolicy,
+    JobOrder,
+    LearningPartition,
+    Partition,
+    PrefetchPolicy,
+)
 from policies.core.types import CapacityError, DeadlockError, ExpertId, ModelSpec, Phase, ProtocolError, RequestId
 
 
@@ -55,6 +77,7 @@ class DecisionCore:
         compute_order: JobOrder,
         fetch_order: JobOrder,
         prefetch: PrefetchPolicy | None = None,
+        host: CoExecution | None = None,
         fetch_slots: int = 8,
         compute_slots: int = 1,
         strict: bool = False,
@@ -74,13 +97,21 @@ class DecisionCore:
         self.runahead = "not used"
         self._queue = FetchQueue(fetch_order)
         self._progress = ProgressTable()
-        self._issuer = JobIssuer(model, self.cache, self._progress, self._queue, room)
+        self._host = HostQueue(host)
+        self._issuer = JobIssuer(model, self.cache, self._progress, self._queue, room, host=self._host)
         self._partition, self._batching, self._compute_key = partition, batching, compute_order.key
         self._prefetch, self._strict, self._smallest_room = prefetch, strict, min(room)
         self._fetch_slots, self._compute_slots = fetch_slots, compute_slots
         self._batches: dict[int, tuple[Compute, Sequence[Job]]] = {}
         self._step: StepBegin | None = None
         self._last_id = 0
+        self._learner = partition if isinstance(partition, LearningPartition) else None
+        self._fetches = 0
+
+    @property
+    def wants_step_times(self) -> bool:
+        """True if a ``StepTook`` is to follow every step."""
+        return self._learner is not None
 
     # ------------------------------------------------------------------ the one entrance
 
@@ -95,16 +126,26 @@ class DecisionCore:
             elif type(event) is StepBegin:
                 self._begin(event, out)
             else:
-                raise ProtocolError(f"{event!r} is no event of the core")
+                self._absorb_rare(event)
         if self._progress.ready:
             self._commit(out)
         if len(self._queue.flights) < self._fetch_slots:
             self._issue(out)
-        if self._step is not None and not self._batches and not self._queue.flights:
+        while self._host.new:
+            out.append(self._host.issue(self._next_id()))
+        if self._step is not None and not (self._batches or self._queue.flights or self._host.tasks):
             raise DeadlockError(f"nothing is running and step {self._step.step} is unfinished\n{self.dump()}")
         return out
 
     # ------------------------------------------------------------------ absorb
+
+    def _absorb_rare(self, event: Event) -> None:
+        if type(event) is HostDone:
+            self._hosted(event)
+        elif type(event) is StepTook:
+            self._learn(event)
+        else:
+            raise ProtocolError(f"{event!r} is no event of the core")
 
     def _begin(self, event: StepBegin, out: list[Command]) -> None:
         if self._step is not None:
@@ -143,11 +184,18 @@ class DecisionCore:
             if job.missing == 0:
                 self._progress.make_ready(job)
 
+    def _hosted(self, event: HostDone) -> None:
+        job = self._host.land(event.task)
+        job.hosted -= 1
+        job.missing -= 1
+        if job.missing == 0:
+            self._progress.make_ready(job)
+
     def _computed(self, event: ComputeDone, out: list[Command]) -> None:
         batch, jobs = self._batches.pop(event.batch, (None, ()))
         if batch is None:
             raise ProtocolError(f"ComputeDone({event.batch}): no such batch runs; it was never issued or came twice")
-        gates = self._checked_gates(event, batch)
+        gates = self._issuer.checked(event, batch)
         if batch.phase is Phase.HEAD:
             self._end_step(out)
             return
@@ -171,25 +219,11 @@ class DecisionCore:
         self._step = None
         self.cache.release_holds()
 
-    def _checked_gates(self, event: ComputeDone, batch: Compute) -> Mapping[RequestId, Gate]:
-        """The next layer's gates by request.  Raises ProtocolError if they cannot be that."""
-        layer = batch.layer + 1
-        expected = len(batch.requests) if layer < self.model.n_layers else 0
-        if len(event.gates) != expected:
-            raise ProtocolError(
-                f"ComputeDone({event.batch}) has {len(event.gates)} gates; expected {expected}, those of layer {layer}"
-            )
-        top_k = self.model.top_k
-        low = layer * self.model.n_experts
-        high = low + self.model.n_experts
-        for gate in event.gates:
-            chosen = gate.experts
-            if len({*chosen}) != top_k or len(chosen) != top_k or min(chosen) < low or max(chosen) >= high:
-                raise ProtocolError(
-                    f"ComputeDone({event.batch}) has the gate {chosen}; expected {top_k} distinct experts of "
-                    f"layer {layer}, ids {low} to {high - 1}"
-                )
-        return dict(zip(batch.requests, event.gates, strict=False))
+    def _learn(self, event: StepTook) -> None:
+        if self._learner is None or self._step is not None:
+            raise ProtocolError(f"StepTook({event.step}): nobody wants it, or a step is unfinished")
+        self._learner.learn(event.seconds, self._fetches)
+        self._fetches = 0
 
     # ------------------------------------------------------------------ the Compute Scheduler
 
@@ -249,6 +283,7 @@ class DecisionCore:
 
     def _start(self, expert: ExpertId, entry: Entry, out: list[Command]) -> None:
         fetch = self._next_id()
+        self._fetches += 1
         entry.started = True
         out.append(Fetch(fetch, expert, entry.slot, self._queue.start(fetch, expert, entry.waiters)))
 
@@ -288,7 +323,8 @@ class DecisionCore:
             assert pending == (expert in flights), f"expert {expert}: in flight and its entry disagree"
         for job in self._progress.jobs.values():
             entries = [self.cache.entries[expert] for expert in job.needs]
-            assert job.missing == sum(not entry.resident for entry in entries), f"job {job.id}: wrong count of missing"
+            absent = sum(not entry.resident for entry in entries)
+            assert job.missing == absent + job.hosted, f"job {job.id}: wrong count of missing"
             queued = [e for e, entry in zip(job.needs, entries, strict=True) if not entry.started]
             assert sorted(job.queued) == sorted(queued), f"job {job.id}: wrong list of queued experts"
 

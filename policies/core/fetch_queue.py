@@ -31,6 +31,11 @@ class FetchQueue:
         """Prefetches in flight that no job has come to wait for."""
         return len(self._prefetches)
 
+    @property
+    def backlog(self) -> int:
+        """Experts that are queued or in flight."""
+        return len({expert for job in self._jobs.values() for expert in job.queued}) + len(self.flights)
+
     def add(self, job: Job) -> None:
         """A job was blocked; its ``queued`` experts want to be read."""
         if job.queued:

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 
 from policies.core.expert_cache import ExpertCache
 from policies.core.fetch_queue import FetchQueue
-from policies.core.messages import Gate
+from policies.core.host_queue import HostQueue
+from policies.core.messages import Compute, ComputeDone, Gate
 from policies.core.progress import Job, ProgressTable
-from policies.core.types import CapacityError, ExpertId, ModelSpec, RequestId
+from policies.core.protocols import CoExecution
+from policies.core.types import CapacityError, ExpertId, ModelSpec, ProtocolError, RequestId
 
 Members = list[tuple[RequestId, Gate]]
 
@@ -30,14 +32,42 @@ class JobIssuer:
     """Makes the next job of each unit.  ``room[l]``: slots that the experts of layer l may fill."""
 
     def __init__(
-        self, model: ModelSpec, cache: ExpertCache, progress: ProgressTable, queue: FetchQueue, room: Sequence[int]
+        self,
+        model: ModelSpec,
+        cache: ExpertCache,
+        progress: ProgressTable,
+        queue: FetchQueue,
+        room: Sequence[int],
+        *,
+        host: HostQueue,
     ) -> None:
         self._model, self._cache, self._progress, self._queue, self._room = model, cache, progress, queue, room
         self._units: Sequence[tuple[RequestId, ...]] = ()
         self._waves: dict[int, _Waves] = {}
+        self._host = host
         self._last_job = 0
         self.unfinished = 0
         self.layers_in_waves = 0
+
+    def checked(self, event: ComputeDone, batch: Compute) -> Mapping[RequestId, Gate]:
+        """The next layer's gates by request.  Raises ProtocolError if they cannot be that."""
+        layer = batch.layer + 1
+        expected = len(batch.requests) if layer < self._model.n_layers else 0
+        if len(event.gates) != expected:
+            raise ProtocolError(
+                f"ComputeDone({event.batch}) has {len(event.gates)} gates; expected {expected}, those of layer {layer}"
+            )
+        top_k = self._model.top_k
+        low = layer * self._model.n_experts
+        high = low + self._model.n_experts
+        for gate in event.gates:
+            chosen = gate.experts
+            if len({*chosen}) != top_k or len(chosen) != top_k or min(chosen) < low or max(chosen) >= high:
+                raise ProtocolError(
+                    f"ComputeDone({event.batch}) has the gate {chosen}; expected {top_k} distinct experts of "
+                    f"layer {layer}, ids {low} to {high - 1}"
+                )
+        return dict(zip(batch.requests, event.gates, strict=False))
 
     def begin(self, units: Sequence[tuple[RequestId, ...]]) -> None:
         """A step of these units begins."""
@@ -88,6 +118,8 @@ class JobIssuer:
         predicted = tuple([gate.predicted for _, gate in members])
         job = Job(self._last_job, unit, tuple([request for request, _ in members]), layer, tuple(uses), predicted)
         absent, pending = self._cache.pin(uses)
+        if absent and self._host.policy is not None:
+            absent = self._without_hosted(self._host.policy, job, members, {expert: uses[expert] for expert in absent})
         for expert, entry in pending:
             entry.waiters.append(job)
             if entry.started:
@@ -103,12 +135,25 @@ class JobIssuer:
                 )
             reserved.waiters.append(job)
             job.queued[expert] = None
-        job.missing = len(absent) + len(pending)
+        job.missing = len(absent) + len(pending) + job.hosted
         self._progress.add(job)
         if job.missing:
             self._queue.add(job)
         else:
             self._progress.make_ready(job)
+
+    def _without_hosted(
+        self, policy: CoExecution, job: Job, members: Members, absent: Mapping[ExpertId, int]
+    ) -> list[ExpertId]:
+        """Give the host the experts that it is to compute; returns those that are fetched."""
+        chosen = dict.fromkeys(policy.choose(absent, self._queue.backlog, self._host.backlog))
+        for expert in chosen:
+            self._host.add(job, expert, tuple([request for request, gate in members if expert in gate.experts]))
+            self._cache.eviction.touch(expert, absent[expert])  # a use, by an expert that leaves at once
+            self._cache.eviction.forget(expert)
+        job.hosted = len(chosen)
+        job.needs = tuple([expert for expert in job.needs if expert not in chosen])
+        return [expert for expert in absent if expert not in chosen]
 
 
 def _split(members: Members, room: int) -> list[Members]:

@@ -55,7 +55,22 @@ class FetchDone:
     fetch: int
 
 
-Event = StepBegin | ComputeDone | FetchDone
+@dataclass(frozen=True, slots=True)
+class StepTook:
+    """Step ``step`` has ended and lasted ``seconds``: told between steps, to a core whose partition wants to know."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostDone:
+    """The result of ``HostCompute`` ``task`` has arrived."""
+
+    task: int
+
+
+Event = StepBegin | ComputeDone | FetchDone | StepTook | HostDone
 
 # ------------------------------------------------------------- commands out
 
@@ -92,4 +107,13 @@ class StepEnd:
     step: int
 
 
-Command = Compute | Fetch | StepEnd
+@dataclass(frozen=True, slots=True)
+class HostCompute:
+    """Compute one expert for these requests on the host's CPU, from where it lies; it takes no cache slot."""
+
+    task: int
+    expert: ExpertId
+    requests: tuple[RequestId, ...]
+
+
+Command = Compute | Fetch | StepEnd | HostCompute

@@ -27,7 +27,8 @@ class Job:
 
     ``missing`` counts experts that are not resident yet, those in flight included; ``queued``
     holds the missing experts whose fetch has not started, in fetch order.  ``id`` grows with the
-    order of issue and ``ready_seq`` with the order of becoming ready.
+    order of issue and ``ready_seq`` with the order of becoming ready.  ``hosted``: experts that the host still
+    computes for it; they are missing, but not among ``needs``.
     """
 
     id: int
@@ -36,6 +37,7 @@ class Job:
     layer: int
     needs: tuple[ExpertId, ...]
     predicted: tuple[tuple[Prediction, ...], ...] = ()
+    hosted: int = 0
     state: JobState = JobState.BLOCKED
     missing: int = 0
     queued: dict[ExpertId, None] = field(default_factory=dict)

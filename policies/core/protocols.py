@@ -6,8 +6,8 @@ A new policy is one class here or anywhere on the import path, and one YAML that
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
-from typing import Protocol
+from collections.abc import Container, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from policies.core.messages import Command, Event, Gate, StepBegin
 from policies.core.progress import Job
@@ -19,6 +19,15 @@ class Partition(Protocol):
 
     def units(self, requests: tuple[RequestId, ...]) -> Sequence[tuple[RequestId, ...]]:
         """Split the step's requests into units; every request in exactly one of them."""
+        ...
+
+
+@runtime_checkable
+class LearningPartition(Partition, Protocol):
+    """A partition that learns from how long its steps took."""
+
+    def learn(self, seconds: float, fetches: int) -> None:
+        """The step that ``units`` was asked for last took ``seconds`` and issued ``fetches`` fetches."""
         ...
 
 
@@ -129,6 +138,17 @@ class Workload(Protocol):
         ...
 
 
+class CoExecution(Protocol):
+    """Which missing experts the host's CPU computes."""
+
+    def choose(self, absent: Mapping[ExpertId, int], fetches: int, computed: Sequence[int]) -> Sequence[ExpertId]:
+        """Those of ``absent`` (expert -> tokens) that are computed instead of fetched.
+
+        ``fetches``: experts queued or in flight; ``computed``: tokens of each expert that the CPU has yet to compute.
+        """
+        ...
+
+
 class Backend(Protocol):
     """A world that carries commands out: a simulator or a machine."""
 
@@ -152,9 +172,11 @@ class Backend(Protocol):
 __all__ = [
     "Backend",
     "Batching",
+    "CoExecution",
     "EvictionPolicy",
     "FetchKind",
     "JobOrder",
+    "LearningPartition",
     "Partition",
     "PrefetchPolicy",
     "PrefetchView",

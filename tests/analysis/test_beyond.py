@@ -70,6 +70,15 @@ def test_the_page_says_and_shows_it(tmp_path, capsys):
     assert len(draw(tmp_path / "beyond.csv").figure.axes) == 2
 
 
+def test_a_system_that_a_device_cannot_run_has_no_line_there(tmp_path):
+    path = table(tmp_path / "beyond.csv")
+    frame = pd.read_csv(path)
+    m6 = frame[(frame["system"] == "auto") & (frame["device"] == "m6")].assign(system="bevy_cpu")
+    pd.concat([frame, m6]).to_csv(path, index=False)
+    lines = [line.split()[:2] for line in text(path).splitlines() if line.startswith("bevy_cpu ")]
+    assert lines == [["bevy_cpu", "m6"], ["bevy_cpu", "over"], ["bevy_cpu", "over"]]
+
+
 def test_one_seed_has_no_spread(tmp_path):
     assert " - " in text(table(tmp_path / "beyond.csv", seeds=(0,)))
 

@@ -5,11 +5,14 @@ import gzip
 import pytest
 from worlds import AnyOrder, Routes, Steps, make_core
 
+from policies.core.core import DecisionCore
 from policies.core.driver import drive
-from policies.core.journal import Journal, ReplayBackend, ReplayWorkload, read_journal, refeed, story
+from policies.core.journal import Journal, ReplayBackend, ReplayWorkload, read_journal, refeed, step_times, story
 from policies.core.messages import StepEnd
 from policies.core.types import ModelSpec, ProtocolError, UserError
+from policies.eviction import LFU
 from policies.prefetch import Ranked
+from policies.schedule import Auto, LowestLayerFirst, LowestLayerThenSrtf
 
 MODEL = ModelSpec("m", n_layers=4, n_experts=8, top_k=2)
 NAMES = ["llama_cpp", "static_2_1", "bevy", "bevy_both"]
@@ -48,6 +51,30 @@ def test_another_world_made_to_follow_gives_the_same_commands(tmp_path, name, pr
         drive(core_for(name, prefetch), ReplayWorkload(records), other, journal=journal)
     _, again = read_journal(tmp_path / "k")
     assert [(r.events, r.commands) for r in again] == [(r.events, r.commands) for r in records]
+
+
+def learning_core():
+    auto = Auto(trials=2)
+    orders = {"compute_order": LowestLayerFirst(), "fetch_order": LowestLayerThenSrtf()}
+    return DecisionCore(MODEL, 12, LFU(), partition=auto, batching=auto, fetch_slots=3, **orders)
+
+
+def test_a_core_that_learns_from_durations_is_told_the_journal_s(tmp_path):
+    """The other world takes another time for everything; the decisions are those of the first."""
+    with Journal(tmp_path / "j", {}) as journal:
+        drive(learning_core(), Steps(24, range(3)), AnyOrder(Routes(MODEL, 4), 1), journal=journal)
+    records = list(read_journal(tmp_path / "j")[1])
+    assert refeed(learning_core(), records) == len(records)
+    told = step_times(records)
+    assert len(told) == 24
+    assert len({*told.values()}) > 1
+    slower = AnyOrder(Routes(MODEL, 4), seed=99, most=1)
+    world = ReplayBackend(slower, records)
+    with Journal(tmp_path / "k", {}) as journal:
+        drive(learning_core(), ReplayWorkload(records), world, journal=journal, step_s=told.__getitem__)
+    again = list(read_journal(tmp_path / "k")[1])
+    assert [(r.events, r.commands) for r in again] == [(r.events, r.commands) for r in records]
+    assert slower.now() > records[-1].t_s
 
 
 def test_the_same_run_gives_the_same_bytes(tmp_path):

@@ -5,7 +5,18 @@ from __future__ import annotations
 import random
 
 from policies.core.core import DecisionCore
-from policies.core.messages import Command, Compute, ComputeDone, Event, Fetch, FetchDone, Gate, StepBegin
+from policies.core.messages import (
+    Command,
+    Compute,
+    ComputeDone,
+    Event,
+    Fetch,
+    FetchDone,
+    Gate,
+    HostCompute,
+    HostDone,
+    StepBegin,
+)
 from policies.core.protocols import EvictionPolicy
 from policies.core.types import ModelSpec, Phase
 from policies.eviction import LFU, LRU
@@ -114,6 +125,8 @@ class AnyOrder:
     def answer(self, command) -> Event:
         if isinstance(command, Fetch):
             return FetchDone(command.fetch)
+        if isinstance(command, HostCompute):
+            return HostDone(command.task)
         layer = command.layer + 1
         if layer >= self.routes.model.n_layers:
             return ComputeDone(command.batch)

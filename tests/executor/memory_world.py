@@ -31,7 +31,6 @@ from policies.schedule import (
     PerRequest,
     SameLayer,
     Sizes,
-    Turnover,
 )
 
 
@@ -107,7 +106,6 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "bevy_fifo": {"partition": PerRequest, "batching": SameLayer, "eviction": LFU, "order": Fifo},
     "bevy_two": {"partition": PerRequest, "batching": SameLayer, "eviction": LFU, "compute_slots": 2},
     "bevy_retention": {"partition": PerRequest, "batching": SameLayer, "eviction": ExpectedUse},
-    "bevy_async": {"partition": PerRequest, "batching": SameLayer, "eviction": LFU, "turnover": (0.5, 2)},
     "auto": {"partition": lambda: Auto(trials=2), "eviction": ExpectedUse},
     "bevy_prefetch": {"partition": PerRequest, "batching": SameLayer, "eviction": LFU, "prefetch": True},
 }
@@ -126,7 +124,6 @@ def make_core(system: str, model: ModelSpec, capacity: int, fetch_slots: int = 4
         compute_order=s.get("order", LowestLayerFirst)(),
         fetch_order=LowestLayerThenSrtf(),
         prefetch=Ranked(max_in_flight=2, hold=False) if s.get("prefetch") else None,
-        turnover=Turnover(*s["turnover"]) if "turnover" in s else None,
         fetch_slots=fetch_slots,
         compute_slots=s.get("compute_slots", 1),
     )
@@ -149,7 +146,6 @@ class FixedSteps:
 
     def __init__(self, backend: TorchBackend, requests: Sequence[int], steps: int) -> None:
         self._backend, self._requests, self._steps, self._step = backend, tuple(requests), steps, -1
-        self._left = dict.fromkeys(self._requests, steps - 1)
 
     def begin(self, now_s: float) -> StepBegin | None:
         self._step += 1
@@ -159,11 +155,3 @@ class FixedSteps:
             for request in self._requests:
                 self._backend.decoder.feed(request, self._backend.tokens[request])
         return StepBegin(self._step, self._requests)
-
-    def turn(self, requests: tuple[int, ...], now_s: float) -> StepBegin:
-        going = tuple(request for request in requests if self._left[request])
-        for request in going:
-            self._left[request] -= 1
-            self._backend.decoder.feed(request, self._backend.tokens[request])
-        self._step = self._steps - 1 - max(self._left.values())
-        return StepBegin(self._step, going)

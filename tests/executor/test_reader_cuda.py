@@ -66,6 +66,29 @@ def test_from_pinned_memory(tmp_path: Path) -> None:
     arena.close()
 
 
+def test_copies_go_on_while_one_waits_until_it_is_due(tmp_path: Path) -> None:
+    store = random_store(tmp_path / "p")
+    completions: Completions = queue.SimpleQueue()
+    slots = SlotArena(store, store.n_total, "cuda")
+    arena, released = PinnedArena(store.n_total, store.stride), threading.Event()
+    source, copier = MemorySource(store, arena.memory), CudaCopier(slots, None, completions)
+    held, *others = fetches(range(store.n_total))
+
+    def due(there_s: float) -> float:
+        assert released.wait(10)
+        return there_s
+
+    copier.copy(held, arena.pieces[held.expert], due)
+    for fetch in others:
+        copier.copy(fetch, arena.pieces[fetch.expert])
+    assert collect(completions, len(others)) == [fetch.fetch for fetch in others]
+    released.set()
+    assert collect(completions, 1) == [held.fetch]
+    copier.close()
+    source.close()
+    arena.close()
+
+
 def test_pinned_memory_is_of_the_exact_size(tmp_path: Path) -> None:
     """torch's own pinned allocator would give 2 MiB for 1 MiB and a page."""
     pages = 257

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import random
 from collections import deque
 from math import inf
+from threading import Event
 
 import pytest
 import simpy
 
 from conf.sharing import FairShare, fixed_slots, one_at_a_time
 from executor.pace import SLACK_S, Instant, PacedLink
+from policies.core.messages import Fetch, FetchDone, FetchKind
 from policies.core.types import UserError
 from sim.link import Link
 
@@ -39,11 +42,11 @@ def paced(sharing: FairShare, clock: Clock) -> tuple[PacedLink, Instant]:
 def test_transfers_queue_up_and_an_idle_link_does_not_save_up() -> None:
     clock = Clock()
     link, moment = paced(one_at_a_time(1000.0), clock)
-    assert [due() for due in [link.begin(500) for _ in range(3)]] == [100.5, 101.0, 101.5]
+    assert [due(clock()) for due in [link.begin(500) for _ in range(3)]] == [100.5, 101.0, 101.5]
     assert clock.now_s == 101.5
     clock.now_s = 200.0
     moment.saw(200.0)
-    assert link.begin(500)() == 200.5
+    assert link.begin(500)(200.0) == 200.5
     assert link.late == 0
 
 
@@ -54,9 +57,9 @@ def test_what_comes_later_shares_the_link_and_moves_the_end() -> None:
     clock.now_s = 100.5
     moment.saw(100.5)
     second, third = link.begin(1000), link.begin(250)
-    assert first() == 101.5  # half alone, half shared
-    assert third() == 102.0  # it waited for a reader, then shared with what is left of the second
-    assert second() == 102.25
+    assert first(100.6) == 101.5  # half alone, half shared
+    assert third(100.6) == 102.0  # it waited for a reader, then shared with what is left of the second
+    assert second(100.6) == 102.25
     assert link.late == 0
 
 
@@ -65,9 +68,40 @@ def test_late_transfers_are_counted() -> None:
     link, _ = paced(one_at_a_time(1000.0), clock)
     due = link.begin(500)
     clock.now_s += 0.75
-    assert due() == 100.75
+    assert due(clock()) == 100.75
     assert clock.now_s == 100.75
     assert (link.late, link.late_s) == (1, pytest.approx(0.25))
+
+
+def test_transfers_that_end_together_are_not_late_because_one_thread_waits_for_all() -> None:
+    """Their bytes were there early; that the thread wakes late from the first one's sleep is not the link's."""
+    clock = Clock(overshoot_s=0.01)
+    link, _ = paced(FairShare(1000.0, readers=4), clock)
+    dues = [link.begin(250) for _ in range(4)]
+    assert [due(100.1) for due in dues] == [101.0] * 4
+    assert (link.late, link.late_s) == (0, 0.0)
+
+
+def test_what_waits_until_it_is_due_does_not_block_who_brings_the_next() -> None:
+    pytest.importorskip("torch")
+    from executor.copier import Holder
+
+    clock, released = Clock(), Event()
+    done: queue.SimpleQueue = queue.SimpleQueue()
+    link, _ = paced(one_at_a_time(1000.0), clock)
+    holder, dues = Holder(done), [link.begin(500) for _ in range(3)]
+
+    def first(there_s: float) -> float:
+        assert released.wait(10)
+        return dues[0](there_s)
+
+    for number, due in enumerate([first, *dues[1:]]):
+        holder.hold(Fetch(number, 0, 0, FetchKind.DEMAND), 100.0, due)
+    assert done.empty()  # all three are handed over, the first is not due
+    released.set()
+    assert [done.get(timeout=10) for _ in range(3)] == [(FetchDone(i), 100.5 + 0.5 * i) for i in range(3)]
+    holder.close()
+    assert not holder.alive
 
 
 @pytest.mark.parametrize("depth", [1, 2, 8])
@@ -80,7 +114,7 @@ def test_the_rate_is_kept_although_threads_wake_late(depth: int, sharing: FairSh
     flying = deque(link.begin(n_bytes) for _ in range(depth))
     end_s = 0.0
     for _ in range(n):
-        end_s = flying.popleft()()
+        end_s = flying.popleft()(clock())
         moment.saw(end_s)
         clock.now_s += 0.00015
         flying.append(link.begin(n_bytes))
@@ -125,7 +159,7 @@ def test_ends_are_those_of_the_simulated_link(sharing: FairShare) -> None:
     ends = []
     for due in flying:
         clock.now_s = 0.0
-        ends.append(due())
+        ends.append(due(0.0))
     assert ends == pytest.approx([right[number] for number in range(len(asked))], abs=1e-9)
 
 
@@ -134,7 +168,7 @@ def test_sleeps_that_end_early_are_repeated() -> None:
     moment = Instant(SLACK_S, clock)
     moment.saw(100.0)
     link = PacedLink(one_at_a_time(1000.0), moment, clock, lambda s: clock.sleep(s + 0.11 if s < 0.2 else s))
-    link.begin(1000)()
+    link.begin(1000)(clock())
     assert clock.now_s >= 101.0
 
 

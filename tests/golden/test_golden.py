@@ -44,7 +44,8 @@ class Decisions:
 def digest(system: str) -> str:
     with composing() as more:
         (point,) = expand([*more, f"system={system}", *SMALL])
-    core = build_core(point.config, MODEL, fetch_slots=4)
+    host = {"fetch_s": 2.0, "expert_s": 2.0, "move_s": 1.0, "token_share": 0.3}
+    core = build_core(point.config, MODEL, fetch_slots=4, host_times=host)
     decisions = Decisions()
     drive(
         core, Steps(20, range(8)), AnyOrder(Routes(MODEL, seed=2, predict=True), seed=3), journal=decisions, check=True

@@ -91,13 +91,9 @@ def test_every_system_builds(composed, name):
     assert build_core(config, MODEL, fetch_slots=8, host_times=HOST).cache.capacity == 20
 
 
-def test_what_needs_a_cpu_or_single_requests_says_so(composed):
+def test_what_needs_a_cpu_says_so(composed):
     with pytest.raises(UserError, match="cpu section"):
         build_core(composed("system=bevy_cpu"), MODEL, fetch_slots=8)
-    with pytest.raises(UserError, match="a OneUnit; use PerRequest"):
-        build_core(
-            composed("system=bevy_async", "schedule.partition._target_=policies.schedule.OneUnit"), MODEL, fetch_slots=8
-        )
 
 
 def test_the_paper_s_systems_are_these_tuples(composed):

@@ -20,7 +20,6 @@ from kernel_world import (
 from executor.geometry import ExpertGeometry
 from executor.kernels import reference
 from executor.kernels.experts import experts
-from executor.kernels.experts_float import FloatTuning, float_experts
 from executor.kernels.experts_q4 import Q4Tuning, q4_experts
 from executor.kernels.planes import to_planes
 from executor.kernels.values import ExpertsShape, plane_order
@@ -104,23 +103,6 @@ def test_tuning_does_not_show_in_the_bits():
     tuning = Q4Tuning(32, 2, 2, 64, 3, 8, 2, True, 128)
     q4_experts(shape, group.x, arena, *group[1:], poisoned_scratch(shape, 2), out, tuning=tuning)
     assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_two_pairs_that_share_an_expert_have_the_bits_of_each_alone(dtype):
-    shape = ExpertsShape(ExpertGeometry(dtype, 80, 24), 2, "silu")
-    arena = random_arena(shape.geometry, 4, seed=15)
-    # slot 3 has three pairs (two together, one alone), slot 1 two, slots 0 and 2 one each
-    group = random_group(shape, [[3, 1], [0, 3], [-1, -1], [1, 3], [2, -1]], [0, 1, -1, 3, 4], seed=16)
-    outs = []
-    for shared in (False, True):
-        out = torch.full((5, 80), float("nan"), device=DEVICE)
-        tuning = FloatTuning(8, 64, 4, shared, 8, 32, 4)
-        float_experts(shape, group.x, arena, *group[1:], poisoned_scratch(shape, 5), out, tuning=tuning)
-        outs.append(out)
-    real = [0, 1, 3, 4]
-    assert torch.equal(outs[0][real], outs[1][real])
-    assert relative(outs[1][real], exact(shape, arena, group)[real]) < 1e-6
 
 
 def test_more_tokens_than_a_group_are_refused():
