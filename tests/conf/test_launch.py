@@ -35,6 +35,8 @@ def run(*overrides: str) -> int:
 
 
 def start(*overrides: str, **environment: str) -> subprocess.Popen[str]:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup a child would not hear Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [sys.executable, "-m", "tests.conf.toy", *overrides],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
