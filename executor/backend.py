@@ -14,6 +14,7 @@ import queue
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -58,7 +59,46 @@ class Slots(Protocol):
         ...
 
 
-class TorchBackend:
+class MachineBackend(ABC):
+    """What the backends of a machine do alike: their clock, and reads that the core does not know of."""
+
+    _reader: Reader
+    _inbox: Inbox
+    _instant: Instant
+    _began: float
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return self._instant.now() - self._began
+
+    def submit(self, command: Command) -> None:
+        """Start a Compute or a Fetch."""
+        if isinstance(command, Fetch):
+            self._reader.submit(command)
+        elif isinstance(command, Compute):
+            self._launch(command)
+        else:
+            raise ProtocolError(f"{command!r} is nothing that a backend carries out")
+
+    @abstractmethod
+    def _launch(self, command: Compute) -> None:
+        """Start a batch; its completion reaches the inbox or ``wait`` later."""
+
+    def idle(self, until_s: float) -> None:
+        """Sleep until ``until_s``; reads that are on their way go on."""
+        time.sleep(max(0.0, until_s - self.now()))
+
+    def read(self, experts: Mapping[ExpertId, int]) -> None:
+        """Start reading experts into slots that the core does not own (expert -> slot), for ``landed``."""
+        for expert, slot in experts.items():
+            self._reader.submit(Fetch(-1 - expert, expert, slot, FetchKind.DEMAND))
+
+    def landed(self, expert: ExpertId) -> None:
+        """Block until a read of ``expert`` that ``read`` started has completed."""
+        self._inbox.until(FetchDone(-1 - expert))
+
+
+class TorchBackend(MachineBackend):
     """Runs batches on one compute thread and reads on ``reader``; use it as a context manager.
 
     After an error the run is over: leave the context.
@@ -116,20 +156,6 @@ class TorchBackend:
 
     # ------------------------------------------------------------------ the core's backend
 
-    def now(self) -> float:
-        """Seconds since the run began."""
-        return self._instant.now() - self._began
-
-    def submit(self, command: Command) -> None:
-        """Start a Compute or a Fetch."""
-        if isinstance(command, Fetch):
-            self._reader.submit(command)
-        elif isinstance(command, Compute):
-            due_s = 0.0 if self._paced_s is None else self._instant.now() + self._paced_s(command)
-            self._work.put((command, time.perf_counter(), due_s))
-        else:
-            raise ProtocolError(f"{command!r} is nothing that a backend carries out")
-
     def wait(self) -> list[Event]:
         """Block until something completes; that and all other completions at hand.
 
@@ -137,9 +163,9 @@ class TorchBackend:
         """
         return self._inbox.take()
 
-    def idle(self, until_s: float) -> None:
-        """Sleep until ``until_s``; reads that are on their way go on."""
-        time.sleep(max(0.0, until_s - self.now()))
+    def _launch(self, command: Compute) -> None:
+        due_s = 0.0 if self._paced_s is None else self._instant.now() + self._paced_s(command)
+        self._work.put((command, time.perf_counter(), due_s))
 
     # ------------------------------------------------------------------ work between steps
 
@@ -155,15 +181,6 @@ class TorchBackend:
         self._work.put(run)
         self._inbox.until(_CALLED)
         return answer[0]
-
-    def read(self, experts: Mapping[ExpertId, int]) -> None:
-        """Start reading experts into slots that the core does not own (expert -> slot), for ``landed``."""
-        for expert, slot in experts.items():
-            self._reader.submit(Fetch(-1 - expert, expert, slot, FetchKind.DEMAND))
-
-    def landed(self, expert: ExpertId) -> None:
-        """Block until a read of ``expert`` that ``read`` started has completed."""
-        self._inbox.until(FetchDone(-1 - expert))
 
     # ------------------------------------------------------------------ the compute thread
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from executor.backend import SWITCH_INTERVAL_S, Reader
+from executor.backend import SWITCH_INTERVAL_S, MachineBackend, Reader
 from executor.fast.decoder import FastDecoder, Gates, JobSlot
 from executor.host import HostTimes
 from executor.inbox import Inbox
@@ -28,9 +28,9 @@ from executor.live_predictor import LivePredictor
 from executor.pace import Instant
 from executor.reader import Completions
 from executor.sampling import Sampler
-from policies.core.messages import Command, Compute, ComputeDone, Event, Fetch, FetchDone, Gate
+from policies.core.messages import Compute, ComputeDone, Event, Gate
 from policies.core.protocols import RoutingSource
-from policies.core.types import ExpertId, FetchKind, Phase, ProtocolError, RequestId
+from policies.core.types import Phase, ProtocolError, RequestId
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class _Running:
     due_s: float
 
 
-class StreamBackend:
+class StreamBackend(MachineBackend):
     """Runs batches on the job slots of ``fast`` and reads on ``reader``; use it as a context manager.
 
     Everything happens on the thread that enters it.  Arguments as for ``TorchBackend``; batches that are paced run one
@@ -98,19 +98,6 @@ class StreamBackend:
 
     # ------------------------------------------------------------------ the core's backend
 
-    def now(self) -> float:
-        """Seconds since the run began."""
-        return self._instant.now() - self._began
-
-    def submit(self, command: Command) -> None:
-        """Start a Compute or a Fetch."""
-        if isinstance(command, Fetch):
-            self._reader.submit(command)
-        elif isinstance(command, Compute):
-            self._launch(command)
-        else:
-            raise ProtocolError(f"{command!r} is nothing that a backend carries out")
-
     def wait(self) -> list[Event]:
         """Block until something completes; that and all other completions at hand.
 
@@ -137,10 +124,6 @@ class StreamBackend:
             events += [self._collect(running) for running in over]
         return events
 
-    def idle(self, until_s: float) -> None:
-        """Sleep until ``until_s``; reads that are on their way go on."""
-        time.sleep(max(0.0, until_s - self.now()))
-
     # ------------------------------------------------------------------ work between steps
 
     def call(self, work: Callable[[], T]) -> T:
@@ -149,15 +132,6 @@ class StreamBackend:
         answer = work()
         self.decoder.settle()
         return answer
-
-    def read(self, experts: Mapping[ExpertId, int]) -> None:
-        """Start reading experts into slots that the core does not own (expert -> slot), for ``landed``."""
-        for expert, slot in experts.items():
-            self._reader.submit(Fetch(-1 - expert, expert, slot, FetchKind.DEMAND))
-
-    def landed(self, expert: ExpertId) -> None:
-        """Block until a read of ``expert`` that ``read`` started has completed."""
-        self._inbox.until(FetchDone(-1 - expert))
 
     # ------------------------------------------------------------------ batches
 
