@@ -1,12 +1,13 @@
 """``key=value`` arguments of the pack's commands.
 
-Owns their parsing and the form of their errors; knows none of the keys.
+Owns their parsing, exit codes and the form of their errors; knows none of the keys.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 
 from policies.core.types import UserError
 
@@ -57,3 +58,24 @@ def split(arguments: Sequence[str], own: Sequence[str]) -> tuple[dict[str, str],
     """A command's own keys, and all other words in their order."""
     mine = [word for word in arguments if word.partition("=")[0] in own]
     return parse(mine, own), [word for word in arguments if word not in mine]
+
+
+def command(
+    arguments: Sequence[str], usage: Callable[[], str], run: Callable[[Sequence[str]], object], interrupted: str
+) -> int:
+    """Run a command; its exit status: 0, 2 for bad input (or none at all), 130 if interrupted.
+
+    ``usage``: the help text, made only when it is shown.  ``interrupted``: what Ctrl-C left behind.
+    """
+    if not arguments or {"--help", "-h"} & set(arguments):
+        print(usage(), end="")
+        return 0 if arguments else 2
+    try:
+        run(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"error: interrupted; {interrupted}", file=sys.stderr)
+        return 130
+    return 0

@@ -21,7 +21,7 @@ import torch
 
 from conf.cells import recorded
 from executor import host
-from executor.arguments import flag, parse, whole_number
+from executor.arguments import command, flag, parse, whole_number
 from executor.compose import settings_of
 from executor.experts import add_experts
 from executor.job_fit import JobSample, contention, fit_jobs, job_samples
@@ -290,18 +290,7 @@ def describe(found: Calibration, link: LinkRun) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0, 2 for bad input or a figure above a physical limit, 130 if interrupted."""
-    if not arguments or {"--help", "-h"} & set(arguments):
-        print(USAGE, end="")
-        return 0 if arguments else 2
-    try:
-        run(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return command(arguments, lambda: USAGE, run, "nothing was written")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from executor.arguments import flag, parse, whole_number
+from executor.arguments import command, flag, parse, whole_number
 from executor.checkpoint import open_folder
 from executor.errors import PackError, shown
 from executor.geometry import DTYPES, ExpertGeometry
@@ -349,20 +349,13 @@ def run(arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0, 2 for bad input, 130 if interrupted."""
-    if not arguments or {"--help", "-h"} & set(arguments):
-        from executor.known_models import MODELS  # noqa: PLC0415
+    return command(arguments, _usage, run, "nothing was kept")
 
-        print(USAGE.format(models=", ".join(MODELS)), end="")
-        return 0 if arguments else 2
-    try:
-        run(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was kept", file=sys.stderr)
-        return 130
-    return 0
+
+def _usage() -> str:
+    from executor.known_models import MODELS  # noqa: PLC0415
+
+    return USAGE.format(models=", ".join(MODELS))
 
 
 if __name__ == "__main__":
