@@ -7,10 +7,11 @@ driver.  Knows neither decoder nor reader.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from executor.host import HostTimes
 from executor.pace import Instant
@@ -23,16 +24,25 @@ GATHER_S = 1e-3
 PATIENCE_S = 1.0
 """A driver to which nothing comes for so long looks whether the threads that should answer still live."""
 
+Poll = Callable[[], Sequence[Posted]]
+"""Completions since it was called last, of what nobody posts."""
+
 
 class Inbox:
     """``times``: gets the seconds from a batch's end to here.  ``alive``: what must live, by name: if one has ended, an
-    answer would never come.  ``instant``: hears the time of every event.
+    answer would never come.  ``instant``: hears the time of every event.  ``poll``: what is asked beside the queue,
+    over and over where others block.
     """
 
     def __init__(
-        self, done: Completions, times: HostTimes, alive: Mapping[str, Callable[[], bool]], instant: Instant
+        self,
+        done: Completions,
+        times: HostTimes,
+        alive: Mapping[str, Callable[[], bool]],
+        instant: Instant,
+        poll: Poll | None = None,
     ) -> None:
-        self._done, self._times, self._alive, self._instant = done, times, alive, instant
+        self._done, self._times, self._alive, self._instant, self._poll = done, times, alive, instant, poll
         self._stash: deque[Event] = deque()
 
     def take(self) -> list[Event]:
@@ -57,14 +67,27 @@ class Inbox:
         """Take what was posted; block until there is something, or for ``timeout_s``.  Raises the first error among it.
 
         What ended at the same instant on a paced link is waited for: its threads wake one after the other, and the
-        decision would be another one.
+        decision would be another one.  A ``poll`` is asked once if ``timeout_s`` is given.
         """
+        if self._poll is not None:
+            while not self._ask(self._poll) and timeout_s is None:
+                os.sched_yield()
+            return
         if timeout_s == 0.0 and self._done.empty():
             return  # the usual case of a driver that looks in passing; an exception costs microseconds
         with contextlib.suppress(queue.Empty):
             self._hear(self._first() if timeout_s is None else self._done.get(timeout_s > 0, timeout_s))
             while True:
                 self._hear(self._done.get(timeout=GATHER_S) if self._instant.owed() else self._done.get_nowait())
+
+    def _ask(self, poll: Poll) -> bool:
+        """Whether anything was at hand."""
+        items = [*poll()]
+        while not self._done.empty():
+            items.append(self._done.get())
+        for item in items:
+            self._hear(item)
+        return bool(items)
 
     def _hear(self, item: Posted) -> None:
         if isinstance(item, BaseException):

@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from executor.backend import Reader
+from executor.direct import DirectReader
 from executor.errors import PackError
 from executor.host import Probe
+from executor.inbox import Poll
 from executor.pace import PacedLink
 from executor.reader import Completions, ReadCounters, ReaderPool, SlotLanding
 from executor.settings import MachineSettings
@@ -58,6 +60,11 @@ class Link:
             return None
         return self._paced.late / max(1, self.counters.reads)
 
+    @property
+    def poll(self) -> Poll | None:
+        """What the driver must ask for completions; None if they are posted on its queue."""
+        return self.reader.poll if isinstance(self.reader, DirectReader) else None
+
     def close(self) -> None:
         """Join the readers, then close the source, then free the memory that belongs to this link."""
         self.reader.close()
@@ -75,9 +82,12 @@ def open_link(
     *,
     paced: PacedLink | None = None,
     pack: MemoryPack | None = None,
+    polls: bool = False,
     ops: IoOps | None = None,
 ) -> Link:
     """Start the readers that ``machine`` asks for.  ``pack``: with ``store=ram``, the pack that is in memory already.
+
+    ``polls``: the driver never blocks while something is in flight, so that it may start and follow copies itself.
 
     Raises:
         UserError: reads would not come from the device, and ``allow_buffered`` is false.
@@ -88,11 +98,17 @@ def open_link(
         pack = MemoryPack(store, pinned=cuda)
         own = (pack,)
     if pack is not None and pack.pinned is not None:
-        from executor.copier import CudaCopier, MemoryReader  # noqa: PLC0415
-
         begin = partial(paced.begin, store.expert_bytes) if paced else None
-        memory_reader = MemoryReader(pack.pinned, CudaCopier(arena, None, done), begin)
-        return Link(memory_reader, pack.source.mode, None, paced, own)
+        reader: ClosableReader
+        if polls:
+            from executor.copy_stream import CopyStream  # noqa: PLC0415
+
+            reader = DirectReader(CopyStream(pack.pinned, arena), store.stride, begin)
+        else:
+            from executor.copier import CudaCopier, MemoryReader  # noqa: PLC0415
+
+            reader = MemoryReader(pack.pinned, CudaCopier(arena, None, done), begin)
+        return Link(reader, pack.source.mode, None, paced, own)
     source: ExpertSource
     if pack is not None:
         source = pack.source

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 from threading import Lock
@@ -73,26 +74,31 @@ class PacedLink:
         self._transfers = _Transfers(sharing)
         self._count = 0
 
-    def begin(self, n_bytes: int) -> Callable[[float], float]:
-        """A transfer is asked for; call the result, with the time when its bytes were really there.
+    def begin(self, n_bytes: int) -> Transfer:
+        """A transfer is asked for.
 
-        That call sleeps until the transfer is due and returns the time that counts as its end.  Transfers that are
-        asked for later share the link and may move the time, never to an earlier one.
+        Transfers that are asked for later share the link and may move its due time, never to an earlier one.
         """
         with self._lock:
             number = self._count = self._count + 1
             self._transfers.add(number, n_bytes, self._instant.now())
-        return lambda there_s: self._hold(number, there_s)
+        return Transfer(self, number)
 
     def _hold(self, number: int, there_s: float) -> float:
         due_s = self._due_s(number)
-        late = there_s > due_s
         while (left_s := due_s - self._clock()) > 0:
             self._sleep(left_s)
             due_s = self._due_s(number)
+        return self._end(number, there_s, due_s)
+
+    def _ended(self, number: int, there_s: float) -> float | None:
+        due_s = self._due_s(number)
+        return self._end(number, there_s, due_s) if due_s <= self._clock() else None
+
+    def _end(self, number: int, there_s: float, due_s: float) -> float:
         with self._lock:
             self._transfers.forget(number)
-            if late:
+            if there_s > due_s:
                 self.late += 1
                 self.late_s += there_s - due_s
         return max(there_s, due_s)
@@ -104,6 +110,22 @@ class PacedLink:
     def _owed(self) -> int:
         with self._lock:
             return self._transfers.ended_by(self._instant.now())
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One transfer of a paced link.  When its bytes are there, call it, or ask it until it has ``ended``."""
+
+    _link: PacedLink
+    _number: int
+
+    def __call__(self, there_s: float) -> float:
+        """Sleep until it is due; the time that counts as its end.  ``there_s``: since when its bytes were there."""
+        return self._link._hold(self._number, there_s)
+
+    def ended(self, there_s: float) -> float | None:
+        """The same without sleeping; None if it is not due yet."""
+        return self._link._ended(self._number, there_s)
 
 
 class _Transfers:

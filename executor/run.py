@@ -156,19 +156,20 @@ class OpenRun:
         paced = PacedLink(sharing, self.moment) if sharing is not None else None
         if machine.store == "ram" and self._memory is None:
             self._say(f"reading {store.n_total * store.stride / 1e9:.1f} GB of experts into host memory")
-        self.link: Link = open_link(store, arena, machine, done, paced=paced, pack=self._memory)
+        predictor = live_predictor(settings, spec) if live else None
+        self.fast = self._fast(arena, predictor)
+        polls = self.fast is not None
+        self.link: Link = open_link(store, arena, machine, done, paced=paced, pack=self._memory, polls=polls)
         stack.callback(self.link.close)
         routing = loaded.routing if loaded else JournalRouting(self._records) if self._records else None
         instant = self._instant(loaded)
         self.slots = SlotWeights(arena, self.decoder.dtype)
-        predictor = live_predictor(settings, spec) if live else None
         given: dict[str, Any] = {"sampler": self._sampler(), "routing": routing, "first_step": instant}
         given |= {"paced_s": batch_seconds(self.device, self.decoder) if self.device else None, "instant": self.moment}
-        self.fast = self._fast(arena, predictor)
         self.backend = stack.enter_context(
             TorchBackend(self.decoder, self.slots, self.link.reader, done, **given, predictor=predictor)
             if self.fast is None
-            else StreamBackend(self.fast, self.link.reader, done, **given, predictor=predictor)
+            else StreamBackend(self.fast, self.link.reader, done, **given, predictor=predictor, poll=self.link.poll)
         )
         self.clock = OwnClock(self.backend)
         header = {"config": dict(settings), "model": asdict(spec), "trace": self._digest}

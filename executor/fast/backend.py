@@ -3,13 +3,15 @@
 A launch takes the driver some microseconds, and the GPU runs while the driver waits for it or decides on.  The driver
 waits for the oldest job in flight by synchronising with its stream, which lets readers and copier run; completions of
 reads that come meanwhile are taken up when it wakes.  Without a job in flight it blocks on the queue, as
-``executor.backend`` does.
+``executor.backend`` does.  Where it follows the reads itself (``poll``) there is no thread that could be kept waiting,
+and it asks jobs and reads in turns for the first that has ended.
 
 Takes no decision, and knows neither what lies in which slot nor how an expert is read.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -23,7 +25,7 @@ import torch
 from executor.backend import SWITCH_INTERVAL_S, MachineBackend, Reader
 from executor.fast.decoder import FastDecoder, Gates, JobSlot
 from executor.host import HostTimes
-from executor.inbox import Inbox
+from executor.inbox import Inbox, Poll
 from executor.live_predictor import LivePredictor
 from executor.pace import Instant
 from executor.reader import Completions
@@ -65,13 +67,15 @@ class StreamBackend(MachineBackend):
         predictor: LivePredictor | None = None,
         paced_s: Callable[[Compute], float] | None = None,
         instant: Instant | None = None,
+        poll: Poll | None = None,
     ) -> None:
         self.decoder, self.fast, self.tokens = fast.decoder, fast, dict[RequestId, int]()
         self.times = HostTimes()
         self._reader, self._sampler, self._routing, self._step = reader, sampler, routing, first_step - 1
         self._predictor, self._paced_s, self._busy_until_s = predictor, paced_s, 0.0
         self._instant = instant or Instant()
-        self._inbox = Inbox(done, self.times, {"reader": lambda: reader.alive}, self._instant)
+        self._inbox = Inbox(done, self.times, {"reader": lambda: reader.alive}, self._instant, poll)
+        self._polls = poll is not None
         self._running: deque[_Running] = deque()
         self._free = deque(fast.slots)
         self._began = time.perf_counter()
@@ -104,25 +108,28 @@ class StreamBackend(MachineBackend):
         Raises what went wrong on another thread.
         """
         inbox = self._inbox
-        inbox.receive(0.0)
-        events = inbox.at_hand()
-        if not events and not self._running:
+        if not self._running:
             return inbox.take()
-        while not events:
-            running = self._running[0]
-            asleep_s = time.perf_counter()
-            running.slot.wait()
-            awake_s = time.perf_counter()
-            self.times.blocked_s += awake_s - asleep_s
-            if running.due_s <= awake_s:
-                events = [self._collect(running)]
-            inbox.receive(max(0.0, running.due_s - awake_s))
-            events += inbox.at_hand()
-        if self._running:
+        while True:
+            inbox.receive(0.0)
+            events = inbox.at_hand()
             now_s = time.perf_counter()
             over = [running for running in self._running if running.due_s <= now_s and running.slot.done]
             events += [self._collect(running) for running in over]
-        return events
+            if events:
+                return events
+            self._rest()
+            self.times.blocked_s += time.perf_counter() - now_s
+
+    def _rest(self) -> None:
+        """Until the oldest batch has run or something else has come; with a reader that is polled, for a moment."""
+        if self._polls:
+            os.sched_yield()
+            return
+        running = self._running[0]
+        running.slot.wait()
+        if (left_s := running.due_s - time.perf_counter()) > 0:
+            self._inbox.receive(left_s)
 
     # ------------------------------------------------------------------ work between steps
 

@@ -96,6 +96,30 @@ class ByteReader(MemoryReader):
             self._done.put((FetchDone(fetch.fetch), time.perf_counter()))
 
 
+class ByteCopies:
+    """Copies for a reader that is polled; each is told to have ended at the third question after its start."""
+
+    def __init__(self, world: World, arena: torch.Tensor) -> None:
+        self._world, self._arena = world, arena
+        self._ages: list[int] = []
+
+    def start(self, piece: int, slot: int) -> None:
+        stride = self._world.geometry.stride_bytes
+        self._arena[slot * stride : (slot + 1) * stride].copy_(self._world.bytes[piece])
+        if CUDA:
+            torch.cuda.current_stream().synchronize()
+        self._ages.append(0)
+
+    def ended(self) -> int:
+        self._ages = [age + 1 for age in self._ages]
+        count = sum(age >= 3 for age in self._ages)
+        del self._ages[:count]
+        return count
+
+    def close(self) -> None:
+        self._ages.clear()
+
+
 def fast_step(fast: FastDecoder, requests: list[int]) -> torch.Tensor:
     """One plain step, all experts resident, all requests in one group: logits [n, V]."""
     from policies.core.types import Phase

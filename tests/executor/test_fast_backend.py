@@ -9,10 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from fast_world import CUDA, FAST_FAMILIES, ByteReader, World, fast_config, fast_step  # noqa: E402
+from fast_world import CUDA, FAST_FAMILIES, ByteCopies, ByteReader, World, fast_config, fast_step  # noqa: E402
 from memory_world import SYSTEMS, FixedSteps, Recorder, make_core  # noqa: E402
 from tiny_models import DEVICE, prefill, prompts, random_model  # noqa: E402
 
+from executor.direct import DirectReader  # noqa: E402
 from executor.fast.backend import StreamBackend  # noqa: E402
 from executor.routing import JournalRouting  # noqa: E402
 from policies.core.driver import drive  # noqa: E402
@@ -52,7 +53,9 @@ def expected(family, stored):
     return found
 
 
-def offloaded(model, core, *, stored="f32", journal=None, routing=None, replay=None, graphs=CUDA, **reader):
+def offloaded(
+    model, core, *, stored="f32", journal=None, routing=None, replay=None, graphs=CUDA, polled=False, **reader
+):
     """The same through slots, reader, core and driver; returns logits and the backend."""
     given = prompts(LENGTHS)
     world = World(model, stored, max_requests=len(given), predict=6)
@@ -62,10 +65,12 @@ def offloaded(model, core, *, stored="f32", journal=None, routing=None, replay=N
     stride = world.geometry.stride_bytes
     arena = torch.full((core.cache.capacity * stride,), 255, dtype=torch.uint8, device=DEVICE)  # NaN until it is read
     done, sampler = queue.SimpleQueue(), Recorder()
-    files = ByteReader(world, arena, done, **reader)
+    direct = DirectReader(ByteCopies(world, arena), stride) if polled else None
+    files = direct or ByteReader(world, arena, done, **reader)
+    poll = direct.poll if direct else None
     fast = world.fast(arena, job_slots=core._compute_slots, graphs=graphs)
     try:
-        with StreamBackend(fast, files, done, sampler=sampler, routing=routing) as backend:
+        with StreamBackend(fast, files, done, sampler=sampler, routing=routing, poll=poll) as backend:
             there = ReplayBackend(backend, replay) if replay is not None else backend
             drive(core, FixedSteps(backend, list(given), STEPS), there, journal=journal, check=True)
     finally:
@@ -91,6 +96,15 @@ def test_every_system_and_cache_size_gives_the_same_bits(system, fraction):
     assert_same(found, expected("qwen3_moe", "bf16"))
     assert backend.times.foreign == 0
     assert backend.times.batches > STEPS * (spec.n_layers + 1)
+
+
+@pytest.mark.parametrize("system", ["llama_cpp_lfu", "bevy", "bevy_two", "bevy_prefetch"])
+def test_a_reader_that_is_polled_gives_the_same_bits(system):
+    """The driver starts copies and asks for their ends itself."""
+    model = tiny("qwen3_moe")
+    spec = World(model).decoder.spec
+    found, _ = offloaded(model, make_core(system, spec, spec.top_k + 2), stored="bf16", polled=True)
+    assert_same(found, expected("qwen3_moe", "bf16"))
 
 
 @pytest.mark.parametrize("stored", ["f32", "q4_0"])

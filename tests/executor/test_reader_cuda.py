@@ -20,9 +20,12 @@ if not torch.cuda.is_available():
 from packs import collect, expert_tensor, fetches, random_store
 
 from executor.copier import CudaCopier, MemoryReader
+from executor.copy_stream import CopyStream
+from executor.direct import DirectReader
 from executor.reader import Completions, ReaderPool
 from executor.slots import PinnedArena, SlotArena
 from executor.sources import DiskSource, MemorySource
+from policies.core.messages import FetchDone
 
 pytestmark = pytest.mark.gpu
 
@@ -61,6 +64,29 @@ def test_from_pinned_memory(tmp_path: Path) -> None:
     collect(completions, store.n_total)
     for expert in range(store.n_total):
         assert torch.equal(slots.slots[expert].cpu(), expert_tensor(store, expert))
+    reader.close()
+    source.close()
+    arena.close()
+
+
+def test_the_driver_copies_from_pinned_memory_itself(tmp_path: Path) -> None:
+    """More copies queued than there are events at first, in rounds that overwrite each other's slots."""
+    store = random_store(tmp_path / "p", "q4_0", layers=4, experts=16)
+    slots = SlotArena(store, store.n_total, "cuda")
+    arena = PinnedArena(store.n_total, store.stride)
+    source = MemorySource(store, arena.memory)
+    reader = DirectReader(CopyStream(arena, slots), store.stride)
+    for round_ in range(5):
+        experts = [(5 * e + round_) % store.n_total for e in range(store.n_total)]
+        orders = fetches(experts)
+        for fetch in orders:
+            reader.submit(fetch)
+        ended: list[object] = []
+        while len(ended) < len(orders):
+            ended += [item[0] for item in reader.poll() if not isinstance(item, BaseException)]
+        assert ended == [FetchDone(fetch.fetch) for fetch in orders]
+        for slot, expert in enumerate(experts):
+            assert zlib.crc32(slots.slots[slot].cpu().numpy()) == store.checksum(expert)
     reader.close()
     source.close()
     arena.close()
