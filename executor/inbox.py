@@ -82,12 +82,14 @@ class Inbox:
 
     def _ask(self, poll: Poll) -> bool:
         """Whether anything was at hand."""
-        items = [*poll()]
-        while not self._done.empty():
-            items.append(self._done.get())
-        for item in items:
+        heard = False
+        for item in poll():
             self._hear(item)
-        return bool(items)
+            heard = True
+        while not self._done.empty():
+            self._hear(self._done.get())
+            heard = True
+        return heard
 
     def _hear(self, item: Posted) -> None:
         if isinstance(item, BaseException):

@@ -6,6 +6,7 @@ The metrics are computed by whoever is given as ``measure``: the analysis of a j
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import queue
@@ -121,6 +122,10 @@ class OpenRun:
     def __enter__(self) -> OpenRun:
         with ExitStack() as opening:
             self._open(opening)
+            # What is there now stays: the collector need not look through it in the middle of a step.
+            opening.callback(gc.unfreeze)
+            gc.collect()
+            gc.freeze()
             self._exit = opening.pop_all()
         return self
 
@@ -258,7 +263,7 @@ class OpenRun:
         told = step_times(self._records).__getitem__ if self._records else None
         check = self.settings["check"]
         try:
-            drive(self.core, turn, self._paced, journal=self.journal, check=check, on_step=on_step, step_s=told)
+            drive(self.core, turn, self._paced, journal=self.journal, check=check, on_step=on_step, told=told)
         finally:
             self.clock.pause()
         self.meter.end(self.link.counters.bytes_read)

@@ -20,6 +20,10 @@ BOUND = {"qwen3_5_moe": 1e-4}
 """Of the largest logit; 1e-5 elsewhere.  DeltaNet normalises short vectors of a tiny model, which magnifies rounding:
 transformers' own chunked and recurrent forms differ by up to 9e-5 of the largest logit on these models."""
 
+ON_GPU = {"qwen3_5_moe": 5e-4}
+"""Against transformers on the CPU, which sums in another order; 1e-4 elsewhere.  On this model transformers' own decode
+in float32 is 3.7e-4 from the same in float64."""
+
 
 @pytest.fixture(autouse=True)
 def _inference():
@@ -56,7 +60,7 @@ def test_interleaved_decode_equals_transformers(family):
     for request, prompt in given.items():
         prefill(decoder, experts, request, prompt)
     rng, widest = random.Random(3), 0
-    bound = BOUND.get(family, 1e-5) if DEVICE.type == "cpu" else 1e-4
+    bound = BOUND.get(family, 1e-5) if DEVICE.type == "cpu" else ON_GPU.get(family, 1e-4)
     requests = list(given)
     for step in range(STEPS):
         logits, apart = interleaved_step(decoder, experts, requests, rng)
