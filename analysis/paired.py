@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -43,9 +44,14 @@ class Row:
     predicted_s: float | None
 
     @property
+    def measured_s(self) -> float:
+        """Mean step time."""
+        return float(self.summary["step_s_mean"])
+
+    @property
     def error(self) -> float | None:
         """Predicted over measured step time, less one."""
-        return None if self.predicted_s is None else self.predicted_s / self.summary["step_s_mean"] - 1
+        return None if self.predicted_s is None else self.predicted_s / self.measured_s - 1
 
 
 def measured_s(run: Run) -> npt.NDArray[np.float64]:
@@ -104,24 +110,46 @@ _UNITS = (
 )
 
 
+class Lines:
+    """The table, as groups come in."""
+
+    def __init__(self) -> None:
+        self._errors: list[float] = []
+        self._pairs: list[tuple[bool, float]] = []  # of systems: predicted in the measured order, measured gap
+        self._begun = False
+
+    def add(self, group: Group) -> str:
+        """A group's lines with their notes, below the head if it is the first."""
+        found = rows(group)
+        base = next((row for row in found if row.summary["system"] == BASELINE), None)
+        lines = [] if self._begun else [_HEAD, _UNITS]
+        lines += ["", group.title, *(_line(row, base) for row in found), *(f"  note: {note}" for note in _notes(found))]
+        self._begun = True
+        self._errors += [abs(row.error) for row in found if row.error is not None and row is not base]
+        for one, other in combinations([row for row in found if row.predicted_s is not None], 2):
+            measured, predicted = one.measured_s - other.measured_s, (one.predicted_s or 0) - (other.predicted_s or 0)
+            gap = abs(measured) / max(one.measured_s, other.measured_s)
+            self._pairs.append((measured * predicted > 0, gap))
+        return "\n".join(lines) + "\n"
+
+    def end(self) -> str:
+        """How good the predictions of all groups are, if there are any."""
+        errors = self._errors
+        if not errors:
+            return ""
+        text = f"\nprediction: mean error {fmean(errors):.1%} over {len(errors)} cells, largest {max(errors):.1%}"
+        if self._pairs:
+            wrong = [gap for right, gap in self._pairs if not right]
+            text += f"; {len(self._pairs) - len(wrong)} of {len(self._pairs)} pairs of systems in the measured order"
+            text += f", the others differ by up to {max(wrong):.1%}" if wrong else ""
+        end = "The speed of machine and link is that of llama.cpp + LFU in the same turns; its own cells do not count."
+        return f"{text}.\n{end}\n"
+
+
 def table(groups: Sequence[Group]) -> str:
     """The groups below each other, with their notes and the mean error of the prediction."""
-    lines = [_HEAD, _UNITS]
-    errors: list[float] = []
-    for group in groups:
-        found = rows(group)
-        lines += ["", group.title]
-        base = next((row for row in found if row.summary["system"] == BASELINE), None)
-        lines += [_line(row, base) for row in found]
-        lines += [f"  note: {note}" for note in _notes(found)]
-        errors += [abs(row.error) for row in found if row.error is not None and row is not base]
-    if errors:
-        lines += [
-            "",
-            f"prediction: mean error {fmean(errors):.1%} over {len(errors)} cells, largest {max(errors):.1%}.",
-            "The speed of machine and link is that of llama.cpp + LFU in the same turns; its own cells do not count.",
-        ]
-    return "\n".join(lines) + "\n"
+    lines = Lines()
+    return "".join([*map(lines.add, groups), lines.end()])
 
 
 def _line(row: Row, base: Row | None) -> str:

@@ -6,9 +6,7 @@ direct        the fast path's launches one after the other, one group: no core
 systems       the same through core, driver and backend, with one batch in flight or two
 floor         distinct expert bytes of the step, weights, state and head over the bandwidth of a large copy
 transformers  its own modules and cache on the same weights in bf16 (experts dequantised), with each of its ways to run
-              experts; eager, as it decodes unless asked otherwise.  ``logits``: size of the difference over the size of
-              the logits, of the first steps of empty requests, step by step and request by request, and how often the
-              likeliest token is the same
+              experts; eager, as it decodes unless asked otherwise.  Logits are compared by ``gpu_logits``
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.gpu_world import GpuWorld, dequantised, layer_bytes, make_world, state_bytes
+from benchmarks.gpu_world import GpuWorld, layer_bytes, make_world, state_bytes, their_model
 from executor.fast.backend import StreamBackend
 from executor.fast.decoder import FastDecoder
 from executor.fast.ops import Ops, triton_ops
@@ -166,7 +164,7 @@ def measure_step(bytes_per_s: float, device: torch.device, graphs: bool, ops: Op
         fast.slots = slots
     found["over_floor"] = found["direct"]["ms"] / found["floor_ms"]
     if theirs:
-        found["transformers"] = transformers_ms(world, ours, device)
+        found["transformers"] = transformers_ms(world, device)
         best = min(way["ms"] for way in found["transformers"].values() if "ms" in way)
         found["faster_than_transformers"] = best / found["direct"]["ms"]
     return found
@@ -187,43 +185,16 @@ def _first_steps(world: GpuWorld, fast: FastDecoder) -> list[torch.Tensor]:
     return found
 
 
-def transformers_ms(world: GpuWorld, ours: Sequence[torch.Tensor], device: torch.device) -> dict[str, Any]:
+def transformers_ms(world: GpuWorld, device: torch.device) -> dict[str, Any]:
     """Milliseconds a step of transformers' own decode, by its way to run experts."""
-    model = _their_model(world)
+    model = their_model(world)
     found: dict[str, Any] = {}
     for way in ("grouped_mm", "batched_mm", "eager"):
         try:
             found[way] = _their_steps(model, way, world.config, device)
         except Exception as error:  # a way that this card or version lacks is a finding, too
             found[way] = {"error": str(error).splitlines()[0][:200]}
-    model.set_experts_implementation("batched_mm")
-    cache = transformers.DynamicCache(config=world.config)
-    tokens = torch.arange(3, 3 + REQUESTS, device=device)[:, None]
-    differences, same = [], 0
-    for step, right in enumerate(ours):
-        logits = model(tokens, cache=cache, use_cache=True).logits[:, -1].float()
-        differences.append(((right - logits).norm(dim=1) / logits.norm(dim=1)).tolist())
-        same += int((right.argmax(-1) == logits.argmax(-1)).sum())
-        tokens = torch.arange(3 + step, 3 + step + REQUESTS, device=device)[:, None]
-    found["logits"] = {"relative_difference": differences, "same_likeliest": same / (len(ours) * REQUESTS)}
     return found
-
-
-def _their_model(world: GpuWorld) -> Any:
-    """transformers' model over our shared weights and dequantised copies of the experts."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(world.config, attn_implementation="sdpa")
-    state = dict(world.decoder.model.state_dict())
-    model.load_state_dict(state, strict=False, assign=True)
-    for index, layer in enumerate(model.model.layers):
-        experts = layer.mlp.experts
-        gate_up, down = dequantised(world, index)
-        experts.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
-        experts.down_proj = torch.nn.Parameter(down, requires_grad=False)
-    world.decoder.family.restore_buffers(model)
-    model = model.to(world.arena.device).eval().requires_grad_(False)
-    assert not any(p.is_meta for p in model.parameters())
-    return model
 
 
 def _their_steps(model: Any, way: str, config: Any, device: torch.device) -> dict[str, float]:

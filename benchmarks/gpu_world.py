@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from executor.cache import KvCache
@@ -53,9 +54,17 @@ class GpuWorld:
 
 
 def make_world(
-    name: str, *, layers: int | None, stored: str, slots: int | None, requests: int, tokens: int, device: torch.device
+    name: str,
+    *,
+    layers: int | None,
+    stored: str,
+    slots: int | None,
+    requests: int,
+    tokens: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> GpuWorld:
-    """``layers``: so many instead of the model's own; ``slots``: None for one for each expert."""
+    """``layers``: so many instead of the model's own; ``slots``: None: one an expert; ``dtype``: of shared weights."""
     small = TINY if device.type == "cpu" else {}
     given = {**MODELS[name], **{key: value for key, value in small.items() if key in MODELS[name]}}
     if layers is not None:
@@ -69,7 +78,7 @@ def make_world(
         key: random_weight(key, size, centred, generator, device) for key, size in shared_shapes(family, config).items()
     }
     text = text_config(config)
-    decoder = Decoder(build_shared(text, shared, torch.bfloat16, device), requests, tokens)
+    decoder = Decoder(build_shared(text, shared, dtype, device), requests, tokens)
     geometry = ExpertGeometry(stored, shape.hidden, shape.intermediate)
     slots = decoder.spec.n_total if slots is None else slots
     return GpuWorld(decoder, random_arena(geometry, slots, generator, device), geometry, slots, text)
@@ -113,16 +122,38 @@ def part_of(arena: Tensor, geometry: ExpertGeometry, name: str) -> Tensor:
 
 
 def dequantised(world: GpuWorld, layer: int) -> tuple[Tensor, Tensor]:
-    """bf16 ``gate_up`` [E, 2I, H] and ``down`` [E, H, I] of a layer whose expert e lies in slot ``layer * E + e``."""
-    e = world.decoder.spec.n_experts
+    """``gate_up`` [E, 2I, H] and ``down`` [E, H, I] of a layer whose expert e lies in slot ``layer * E + e``, in the
+    dtype of the shared weights.
+    """
+    e, dtype = world.decoder.spec.n_experts, world.decoder.dtype
     here, found = slice(layer * e, (layer + 1) * e), []
     for name in ("gate_up", "down"):
+        if world.geometry.dtype != "q4_0":
+            found.append(part_of(world.arena, world.geometry, name)[here].to(dtype))
+            continue
         nibbles, scales = (
             part_of(world.arena, world.geometry, f"{name}_{kind}")[here] for kind in ("nibbles", "scales")
         )
-        rows = dequantise(nibbles.reshape(-1, nibbles.shape[-1]), scales.reshape(-1, scales.shape[-1]), torch.bfloat16)
+        rows = dequantise(nibbles.reshape(-1, nibbles.shape[-1]), scales.reshape(-1, scales.shape[-1]), dtype)
         found.append(rows.view(e, nibbles.shape[1], -1))
     return found[0], found[1]
+
+
+def their_model(world: GpuWorld) -> Any:
+    """transformers' model over our shared weights and dequantised copies of the experts."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(world.config, attn_implementation="sdpa")
+    state = dict(world.decoder.model.state_dict())
+    model.load_state_dict(state, strict=False, assign=True)
+    for index, layer in enumerate(model.model.layers):
+        experts = layer.mlp.experts
+        gate_up, down = dequantised(world, index)
+        experts.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
+        experts.down_proj = torch.nn.Parameter(down, requires_grad=False)
+    world.decoder.family.restore_buffers(model)
+    model = model.to(world.arena.device).eval().requires_grad_(False)
+    assert not any(p.is_meta for p in model.parameters())
+    return model
 
 
 def layer_bytes(layer: Layer) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """The decode kernels on a GPU: microseconds a call, share of a large copy's bandwidth, error against float64.
 
-    python -m benchmarks.kernels out=FOLDER [only=experts|others] [tune=compile|true]
+    python -m benchmarks.kernels out=FOLDER [only=experts|others]
 
 A call is timed by events around a CUDA graph that holds calls with different experts, caches or states, so that nothing
 is in the L2 cache when it is read again; gaps between the kernels of a call count.  The median of the replays, and the
@@ -8,21 +8,17 @@ spread from the least to the largest, in percent of the median.  "% of copy": th
 experts; keys, values and states in use, states also written) over its time, against a device-to-device copy of 4 GiB
 measured at the start, bytes read plus bytes written.  Routing is uniform: fewer experts are shared than in a model.
 Experts are checked against float64 on the decoded weights, with every buffer full of NaN before the call.
-Writes kernels.json and kernels.csv; ``tune=true`` times every
-candidate configuration of the experts instead (tune.csv); ``tune=compile`` first compiles them, in parallel.
+Writes kernels.json and kernels.csv.
 """
 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import itertools
 import json
-import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +30,8 @@ from executor.geometry import ExpertGeometry
 from executor.kernels import reference
 from executor.kernels.attention import decode_attention
 from executor.kernels.delta import delta_step
-from executor.kernels.experts_float import FloatTuning, float_experts
-from executor.kernels.experts_q4 import Q4Tuning, q4_experts
+from executor.kernels.experts_float import float_experts
+from executor.kernels.experts_q4 import q4_experts
 from executor.kernels.norm import rms_norm
 from executor.kernels.rotary import rotate_and_store
 from executor.kernels.router import route
@@ -72,26 +68,37 @@ def copy_bytes_per_s() -> float:
     return 2 * source.numel() / (1e-3 * min(a.elapsed_time(b) for a, b in itertools.pairwise(marks)))
 
 
-def timed(calls: Sequence[Call], replays: int = 12) -> Timing:
-    """Run the calls in one graph, again and again."""
+def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """The calls, one after the other, in one graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         calls[0]()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 2)]
+        graph.capture_begin()  # torch.cuda.graph would also empty the allocator's cache
+        for call in calls:
+            call()
+        graph.capture_end()
+    return graph
+
+
+def replayed(graph: torch.cuda.CUDAGraph, calls: int, replays: int) -> Timing:
+    """Run a graph of so many calls again and again."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 2)]
+    graph.replay()
+    for mark in marks:
+        mark.record()
         graph.replay()
-        for mark in marks:
-            mark.record()
-            graph.replay()
-        torch.cuda.synchronize()
-    each = [1e3 * a.elapsed_time(b) / len(calls) for a, b in itertools.pairwise(marks)]
+    torch.cuda.synchronize()
+    each = [1e3 * a.elapsed_time(b) / calls for a, b in itertools.pairwise(marks)]
     median = statistics.median(each)
     return Timing(median, 100 * (max(each) - min(each)) / median)
+
+
+def timed(calls: Sequence[Call], replays: int = 12) -> Timing:
+    """Run the calls in one graph, again and again."""
+    return replayed(captured(calls), len(calls), replays)
 
 
 # ---------------------------------------------------------------- experts
@@ -138,19 +145,24 @@ def inputs(w: World, n: int) -> Tensor:
     return x.bfloat16()
 
 
-def expert_calls(w: World, n: int, tuning: Any = None) -> tuple[list[Call], float]:
-    """Calls with different experts, and the mean bytes of a call's distinct experts."""
+def expert_draws(w: World, n: int) -> tuple[list[Tensor], float]:
+    """Slots of calls with different experts, and the mean bytes of a call's distinct experts."""
     generator = torch.Generator().manual_seed(n)
-    compute: Any = q4_experts if w.shape.geometry.dtype == "q4_0" else float_experts
     draws = max(4, COLD_BYTES // (n * TOP_K * w.shape.stride_bytes))
     slots = [draw(w, n, generator) for _ in range(draws)]
     n_bytes = statistics.mean(len(s.unique()) for s in slots) * w.shape.geometry.expert_bytes
+    return [s.to("cuda", torch.int32) for s in slots], n_bytes
+
+
+def expert_calls(w: World, n: int) -> tuple[list[Call], float]:
+    """Calls with different experts, and the mean bytes of a call's distinct experts."""
+    compute: Any = q4_experts if w.shape.geometry.dtype == "q4_0" else float_experts
+    slots, n_bytes = expert_draws(w, n)
     x, scratch = inputs(w, n), w.shape.scratch(n, "cuda")
     rows, mix = torch.arange(n, dtype=torch.int32, device="cuda"), torch.rand(n, TOP_K, device="cuda")
     out = torch.empty(n, w.shape.geometry.hidden, device="cuda")
     fixed = (rows, mix, scratch, out)
-    chosen = [s.to("cuda", torch.int32) for s in slots]
-    return [partial(compute, w.shape, x, w.arena, c, *fixed, tuning=tuning) for c in chosen], n_bytes
+    return [partial(compute, w.shape, x, w.arena, chosen, *fixed) for chosen in slots], n_bytes
 
 
 def error(w: World, n: int) -> float:
@@ -259,50 +271,7 @@ def small_rows(_: float) -> Iterator[Row]:
         yield row("rotary", "16 heads, 2 kv, 256, normed", n, timed([turn] * 20), 0)
 
 
-# ---------------------------------------------------------------- tuning
-
-
-def candidates(dtype: str, model: str) -> list[Any]:
-    """Configurations that give the same bits."""
-    if dtype == "q4_0":
-        ups = [(64, 4, 3), (64, 4, 2), (64, 2, 3), (32, 2, 3, 128), (32, 2, 2, 128)]
-        downs = [(64, 1, 4, 3), (64, 2, 4, 3), (64, 2, 4, 2), (64, 4, 4, 2), (32, 4, 2, 2)]
-        tried = itertools.product(ups, downs, (False, True))
-        return [Q4Tuning(*up[:3], *down, ahead, *up[3:]) for up, down, ahead in tried if not ahead or down == downs[0]]
-    columns = (512, 256) if model == "gemma4" else (256, 512)
-    tried = itertools.product(((2, 2), (4, 4), (8, 4)), (8, 16))
-    return [FloatTuning(rows, columns[0], warps, down, columns[1], 8) for (rows, warps), down in tried]
-
-
-def compile_one(case: tuple[str, str, Any]) -> None:
-    """Compile what a tuning needs into triton's cache on disk."""
-    model, dtype, tuning = case
-    expert_calls(world(model, dtype, 2 << 30), 1, tuning)[0][0]()
-    torch.cuda.synchronize()
-
-
-def compile_all() -> None:
-    cases = [(m, d, t) for m, d in itertools.product(MODELS, ARENA_BYTES) for t in candidates(d, m)]
-    with ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_one, cases))
-
-
-def tune(folder: Path) -> None:
-    found: list[Row] = []
-    for model, dtype in itertools.product(MODELS, ARENA_BYTES):
-        w = world(model, dtype, ARENA_BYTES[dtype])
-        for tuning in candidates(dtype, model):
-            times = {f"us_{n}": round(timed(expert_calls(w, n, tuning)[0], 5).median_us, 1) for n in GROUPS}
-            values = " ".join(str(int(v)) for v in dataclasses.astuple(tuning))
-            found.append({"model": model, "dtype": dtype, "tuning": values, **times})
-        for n in GROUPS:
-            here = [r for r in found if (r["model"], r["dtype"]) == (model, dtype)]
-            best = sorted(here, key=lambda r: r[f"us_{n}"])[:4]
-            print(model, dtype, n, "; ".join(f"{r['tuning']}: {r[f'us_{n}']}" for r in best), flush=True)
-        _write_csv(folder / "tune.csv", found)
-
-
-def _write_csv(path: Path, rows: Sequence[Row]) -> None:
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -310,15 +279,12 @@ def _write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = parse(argv, ("out", "only", "tune"))
+    arguments = parse(argv, ("out", "only"))
     folder = Path(arguments.get("out", "runs/kernels"))
     folder.mkdir(parents=True, exist_ok=True)
     if not torch.cuda.is_available():
         print("error: this benchmark needs a CUDA device", file=sys.stderr)
         return 2
-    if "tune" in arguments:
-        compile_all() if arguments["tune"] == "compile" else tune(folder)
-        return 0
     bytes_per_s = copy_bytes_per_s()
     print(f"{torch.cuda.get_device_name()}, copy of 4 GiB: {bytes_per_s / 1e12:.3f} TB/s read + written")
     parts: dict[str, tuple[Callable[[float], Iterator[Row]], ...]] = {
@@ -343,7 +309,7 @@ def main(argv: Sequence[str]) -> int:
     versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     record = {**versions, "copy_bytes_per_s": bytes_per_s, "rows": rows}
     (folder / "kernels.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    _write_csv(folder / "kernels.csv", rows)
+    write_csv(folder / "kernels.csv", rows)
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.metrics import write_metrics
-from analysis.paired import Group, table
+from analysis.paired import Group, Lines
 from analysis.predict import predict
 from conf import rundir
 from executor.arguments import flag, split, whole_number
@@ -29,14 +29,16 @@ from the page cache or a step without a token makes a run invalid.  The first ce
 step time moved, the machine did.
 
   turns=12       measured turns of each system
-  seconds=S      at most so long for all groups together; each has at least four steps
+  seconds=S      about so long in all: each group has its share of what is left and at least four steps, and one for
+                 which too little is left is left out and named
   store=ram      experts from host memory, read once for all cells;  store=disk: direct reads
-  calibrate=true then measure this machine and let the simulator predict the step times; needs mode=replay
+  calibrate=true measure this machine, too, and let the simulator predict the step times; needs mode=replay
   device=m6      link and batches held to a profile of conf/device; device=host: as fast as this machine is
   experiment=exec_fig8   to exec_fig12: the paper's figures in this form; scale=smoke: a minute of them
   kernels=triton torch_device=cuda   and all other settings of python -m executor
 
-Writes runs/bench/<cell>/ (study=, runs=) and bench.json.  For device=NAME the simulator predicts without calibrating.
+Prints a group's lines when it has ended.  Writes runs/bench/<cell>/ (study=, runs=) and bench.json.
+For device=NAME the simulator predicts without calibrating.
 Exit codes: 0 all valid, 1 some runs broke or are invalid, 2 bad input, 130 stopped by Ctrl-C.
 """
 
@@ -71,13 +73,16 @@ def _bench(arguments: Sequence[str]) -> int:
     groups = plan([*extra, *overrides], whole_number("turns", own.get("turns", "12"), 2), flags.config_dir)
     seconds = whole_number("seconds", own["seconds"], 1) if "seconds" in own else None
     workload = _workload(overrides) if flag("calibrate", own.get("calibrate", "false")) else None
-    outcome = run_groups(groups, measure=write_metrics, seconds=seconds, workload=workload)
+    lines = Lines()
+
+    def ended(group: Turns, summaries: Sequence[Mapping[str, Any]], device: Mapping[str, Any] | None) -> None:
+        print(lines.add(_shown(group, summaries, device)), end="", flush=True)
+
+    outcome = run_groups(groups, measure=write_metrics, seconds=seconds, workload=workload, ended=ended)
     study = groups[0].folders[0].parent
     study.mkdir(parents=True, exist_ok=True)
     rundir.write_json(study / "bench.json", record(outcome, arguments))
-    shown = [_shown(group, device) for (group, _), device in zip(outcome.done, outcome.devices, strict=True)]
-    if shown:
-        print(table(shown), end="")
+    print(lines.end(), end="")
     return _judge(outcome, study)
 
 
@@ -89,13 +94,13 @@ def _workload(overrides: Sequence[str]) -> list[str]:
     return words
 
 
-def _shown(group: Turns, device: Mapping[str, Any] | None) -> Group:
+def _shown(group: Turns, summaries: Sequence[Mapping[str, Any]], device: Mapping[str, Any] | None) -> Group:
     """A group with the simulator's runs beside it, if there is a device to simulate."""
     predicted = {}
-    for cell, folder in zip(group.cells, group.folders, strict=True) if device is not None else ():
-        steps = (rundir.read_summary(folder) or {})["steps"]
-        settings = {**cell, "device": dict(device or {}), "steps": steps, "study": f"{cell['study']}_predicted"}
-        predicted[folder] = predict(settings)
+    if device is not None:
+        for cell, folder, summary in zip(group.cells, group.folders, summaries, strict=True):
+            changed = {"device": dict(device), "steps": summary["steps"], "study": f"{cell['study']}_predicted"}
+            predicted[folder] = predict({**cell, **changed})
     return Group(group.title, group.folders, predicted)
 
 

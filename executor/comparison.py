@@ -11,7 +11,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,14 +85,11 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``done``: groups with the summaries of their cells; ``failed``: title and reason; ``sentinel_s``: first and last;
-    ``devices``: of each group that is done the profile that predicts it, or None.
-    """
+    """``done``: groups with the summaries of their cells; ``failed``: title and reason; ``sentinel_s``: first, last."""
 
     done: tuple[tuple[Turns, tuple[dict[str, Any], ...]], ...]
     failed: tuple[tuple[str, str], ...]
     sentinel_s: tuple[float, float]
-    devices: tuple[Mapping[str, Any] | None, ...]
 
     @property
     def drift(self) -> float:
@@ -126,38 +123,57 @@ def _setting(cell: Mapping[str, Any]) -> str:
     return json.dumps({**rest, "cache": [cell["cache"][key] for key in ("fraction", "slots")]}, sort_keys=True)
 
 
+Ended = Callable[[Turns, Sequence[Mapping[str, Any]], Mapping[str, Any] | None], None]
+"""Hears of a group as soon as it has ended: its cells' summaries, and the device profile that predicts it, or None."""
+
+
 def run_groups(
-    groups: Sequence[Turns], *, measure: Measure, seconds: float | None, workload: Sequence[str] | None
+    groups: Sequence[Turns], *, measure: Measure, seconds: float | None, workload: Sequence[str] | None, ended: Ended
 ) -> Outcome:
     """Let every group take its turns, between two runs of the first cell alone.
 
-    ``seconds``: how long the groups may take together; each has at least a few steps.  ``workload``: the words that
+    ``seconds``: how long all but the last sentinel may take; what a group has is its share of what is left, but at
+    least a few steps, and if less is left than the shortest took it is left out.  ``workload``: the words that
     choose it, if the machine is to be calibrated with it.  A group that breaks is named and the others go on.
     """
     began_s = time.perf_counter()
     first = groups[0].cells[0]
     with ExitStack() as stack:
         shared, memory = share(groups, stack)
+        profiles = Profiles(shared, memory, workload)
         before_s = sentinel_s(first, shared, memory)
-        done, failed = [], []
+        done, failed, took_s = [], [], float("inf")
         for number, group in enumerate(groups):
-            left_s = float("inf") if seconds is None else began_s + seconds - time.perf_counter()
-            deadline_s = time.perf_counter() + max(0.0, left_s) / (len(groups) - number)
-            stop, on_round = until(deadline_s, group.cells[0]["steps"])
+            begun_s = time.perf_counter()
+            left_s = float("inf") if seconds is None else began_s + seconds - begun_s
+            place = f"{number + 1} of {len(groups)}"
+            if done and left_s < took_s:
+                failed.append((group.title, f"left out: {max(0.0, left_s):.0f} s were left of seconds={seconds:.0f}"))
+                _say(f"{place} left out: {group.title}")
+                continue
             try:
+                profiles.measure(group)
+            except Exception as error:
+                failed.append((group.title, f"not calibrated: {_reason(error)}"))
+            try:
+                now_s = time.perf_counter()
+                left_s, begun_s = left_s - (now_s - begun_s), now_s
+                deadline_s = now_s + max(0.0, left_s) / (len(groups) - number)
+                stop, on_round = until(deadline_s, group.cells[0]["steps"])
                 pairs = list(zip(group.cells, group.folders, strict=True))
                 turns = {"stop": stop, "on_round": on_round, "shared": shared, "memory": _memory_of(group, memory)}
-                done.append((group, tuple(interleave(pairs, measure=measure, **turns))))
-                _say(f"{number + 1} of {len(groups)} done: {group.title}")
+                summaries = tuple(interleave(pairs, measure=measure, **turns))
+                _release()
+                ended(group, summaries, profiles.of(group, summaries))
+                done.append((group, summaries))
+                took_s = min(took_s, time.perf_counter() - begun_s)
+                _say(f"{place} done: {group.title}")
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                failed.append((group.title, reason))
-                _say(f"{number + 1} of {len(groups)} FAILED: {group.title}: {reason}")
-            _release()
+                failed.append((group.title, _reason(error)))
+                _say(f"{place} FAILED: {group.title}: {_reason(error)}")
+                _release()
         after_s = sentinel_s(first, shared, memory)
-        profiles = Profiles(shared, memory, workload)
-        devices = tuple(profiles.of(group, summaries) for group, summaries in done)
-    return Outcome(tuple(done), tuple(failed), (before_s, after_s), devices)
+    return Outcome(tuple(done), tuple(failed), (before_s, after_s))
 
 
 class Profiles:
@@ -166,7 +182,25 @@ class Profiles:
     def __init__(self, shared: Decoder, memory: MemoryPack | None, workload: Sequence[str] | None) -> None:
         """``workload``: the words that choose it; None: this machine is not calibrated."""
         self._shared, self._memory, self._workload = shared, memory, workload
-        self._found: dict[tuple[str, ...], tuple[Calibration, LinkRun]] = {}
+        self._found: dict[tuple[str, ...], tuple[Calibration, LinkRun] | None] = {}  # None: it broke
+
+    def measure(self, group: Turns) -> None:
+        """Calibrate this machine for a group, if that is wanted and was not yet done in its setting."""
+        cell = group.cells[0]
+        machine = MachineSettings.from_settings(cell)
+        if self._workload is None or machine.mode != "replay" or stand_in(cell, machine) is not None:
+            return
+        setting = self._setting(cell, machine)
+        key = (*setting.words, str(setting.concurrency))
+        if key in self._found:
+            return
+        _say(f"calibrating with {setting.concurrency} requests")
+        self._found[key] = None
+        store = ExpertStore.open(machine.pack)
+        found = calibrate(setting, context_tokens=None)
+        cache = f"cache.slots={cache_slots(cell, store.spec)}"
+        self._found[key] = found, link_run(setting, found, store.spec.n_layers, cache)
+        _release()
 
     def of(self, group: Turns, summaries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The profile for a group that has run; None where nothing can be predicted."""
@@ -177,34 +211,24 @@ class Profiles:
         if stand_in(cell, machine) is not None:
             device: Mapping[str, Any] = cell["device"]
             return device
-        if self._workload is None:
+        setting = self._setting(cell, machine)
+        measured = self._found.get((*setting.words, str(setting.concurrency)))
+        if measured is None:
             return None
+        found, link = measured
         base = next((i for i, each in enumerate(group.cells) if each["system"]["name"] == BASELINE), 0)
         rate = summaries[base]["link_bytes_per_s"]
-        store = ExpertStore.open(machine.pack)
-        found, link = self._measured(cell, machine, store)
         seen = {"bytes_per_s": rate or link.bytes_per_s, "readers": machine.readers}
-        return as_seen("here", store, found, link, run=group.folders[base], **seen)
+        return as_seen("here", ExpertStore.open(machine.pack), found, link, run=group.folders[base], **seen)
 
-    def _measured(
-        self, cell: Mapping[str, Any], machine: MachineSettings, store: ExpertStore
-    ) -> tuple[Calibration, LinkRun]:
+    def _setting(self, cell: Mapping[str, Any], machine: MachineSettings) -> Setting:
         given = {key: getattr(machine, key) for key in OF_THE_MACHINE if getattr(machine, key) is not None}
         words = tuple(
             f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in given.items()
         )
+        memory = self._memory if machine.store == "ram" else None
         words += tuple(self._workload or ())
-        concurrency = int(cell["concurrency"])
-        key = (*words, str(concurrency))
-        if key not in self._found:
-            _say(f"calibrating with {concurrency} requests")
-            memory = self._memory if machine.store == "ram" else None
-            setting = Setting(words, concurrency, CALIBRATION_STEPS, self._shared, memory)
-            found = calibrate(setting, context_tokens=None)
-            cache = f"cache.slots={cache_slots(cell, store.spec)}"
-            self._found[key] = found, link_run(setting, found, store.spec.n_layers, cache)
-            _release()
-        return self._found[key]
+        return Setting(words, int(cell["concurrency"]), CALIBRATION_STEPS, self._shared, memory)
 
 
 def share(groups: Sequence[Turns], stack: ExitStack) -> tuple[Decoder, MemoryPack | None]:
@@ -239,6 +263,10 @@ def sentinel_s(cell: Cell, shared: Decoder, memory: MemoryPack | None) -> float:
     if not count:
         raise UserError("the sentinel decoded no step: the workload ends within the warm-up; give it more steps")
     return took_s / count
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _release() -> None:

@@ -118,8 +118,8 @@ def tuning_of(shape: ExpertsShape) -> FloatTuning:
     """What was fastest on an H200 for Qwen3.6's and Gemma4's sizes (docs/kernels.md)."""
     hidden, inner = (triton.next_power_of_2(k) for k in (shape.geometry.hidden, shape.geometry.intermediate))
     if hidden > 2048:
-        return FloatTuning(4, 512, 4, 8, min(256, inner), 8)
-    return FloatTuning(2, min(256, hidden), 2, 8, min(512, inner), 8)
+        return FloatTuning(4, 512, 4, 8, min(64, inner), 4)
+    return FloatTuning(2, min(512, hidden), 4, 8, min(512, inner), 8)
 
 
 def float_experts(

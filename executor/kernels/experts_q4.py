@@ -179,6 +179,20 @@ def _gate_up(
         tl.store(target, result, mask=here & real[None, :])
 
 
+@triton.jit
+def _row_weights(words, scales, row, here, i: tl.constexpr, I: tl.constexpr, WORDS: tl.constexpr, ALL: tl.constexpr):
+    """Words and scales of one step of rows of ``down``.  ALL: every row is there."""
+    row_words = words + row[:, None] * (I // 4) + i
+    row_scales = scales + row[:, None] * (I // 32) + i // 8
+    if ALL and i + WORDS <= I // 4:
+        w = tl.load(row_words)
+        s = tl.load(row_scales)
+    else:
+        w = tl.load(row_words, mask=here & (i + tl.arange(0, WORDS) < I // 4)[None, :], other=0)
+        s = tl.load(row_scales, mask=here & (i // 8 + tl.arange(0, WORDS // 8) < I // 32)[None, :], other=0.0)
+    return w, s
+
+
 @triton.jit(do_not_specialize=["n_pairs"])
 def _down(
     inner,
@@ -195,43 +209,45 @@ def _down(
     REPEAT: tl.constexpr,
     WORDS: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    EAGER: tl.constexpr,
 ):
     """Grid (pairs, H / ROWS / REPEAT): outputs of pairs, not yet weighted.
 
-    A row is short, so that one program takes REPEAT blocks of ROWS rows, and keeps the inputs of all of them.
+    A row is short, so that one program takes REPEAT blocks of ROWS rows, and keeps the inputs of all of them.  EAGER:
+    instead it takes one block, and reads its weights into registers before it waits for their inputs.
     """
     let_next_begin(True)
     slot = tl.load(slots + tl.program_id(0))
-    start = slot.to(tl.int64) * STRIDE + 2 * I * (H // 4) + tl.program_id(1) * REPEAT * ROWS * (I // 4)
-    if AHEAD:
-        if slot >= 0:
-            prefetch(words + start, REPEAT * ROWS * I // 2)
     slot, pairs = _group(slots, slot, n_pairs, BLOCK)
+    base = tl.maximum(slot, 0).to(tl.int64) * STRIDE
+    word = tl.arange(0, WORDS)
+    block = tl.arange(0, WORDS // 8)
+    first_words = words + base + 2 * I * (H // 4) + word[None, :]
+    first_scales = scales + base + 3 * I * (H // 4) + 2 * I * (H // 32) + block[None, :]
+    weights = ()
+    if EAGER:
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        here = ((row < H) & (slot >= 0))[:, None]
+        for i in tl.static_range(0, I // 4, WORDS):
+            weights = weights + _row_weights(first_words, first_scales, row, here, i, I, WORDS, False)
     wait_for_previous(True)
     if slot >= 0:
         real = pairs >= 0
         pair = tl.where(real, pairs, 0)
-        word = tl.arange(0, WORDS)
-        block = tl.arange(0, WORDS // 8)
         inputs = ()
         for i in tl.static_range(0, I // 4, WORDS):
             ok = real[None, :] & (i + word < I // 4)[:, None]
             inputs = inputs + _inputs(inner + pair[None, :] * I + i + word[:, None], ok, I // 4)
-        scale_start = slot.to(tl.int64) * STRIDE + 3 * I * (H // 4) + 2 * I * (H // 32)
         for repeat in tl.range(0, REPEAT, num_stages=STAGES):
             row = (tl.program_id(1) * REPEAT + repeat) * ROWS + tl.arange(0, ROWS)
             here = (row < H)[:, None]
-            row_words = words + slot.to(tl.int64) * STRIDE + 2 * I * (H // 4) + row[:, None] * (I // 4) + word[None, :]
-            row_scales = scales + scale_start + row[:, None] * (I // 32) + block[None, :]
             total = tl.zeros([ROWS, _MEMBERS], tl.float32)
             for i in tl.static_range(0, I // 4, WORDS):
-                if i + WORDS <= I // 4 and H % (ROWS * REPEAT) == 0:
-                    w = tl.load(row_words + i)
-                    s = tl.load(row_scales + i // 8)
+                if EAGER:
+                    w = weights[2 * (i // WORDS)]
+                    s = weights[2 * (i // WORDS) + 1]
                 else:
-                    w = tl.load(row_words + i, mask=here & (i + word < I // 4)[None, :], other=0)
-                    s = tl.load(row_scales + i // 8, mask=here & (i // 8 + block < I // 32)[None, :], other=0.0)
+                    w, s = _row_weights(first_words, first_scales, row, here, i, I, WORDS, H % (ROWS * REPEAT) == 0)
                 total = _accumulate(
                     total,
                     w,
@@ -280,6 +296,7 @@ class Q4Tuning:
     """What may differ from one group size to another without changing a bit.
 
     ``up_registers``: the most that a thread may have; the compiler's own guess for two warps is too low and spills.
+    ``down_eager`` goes with ``down_repeat`` 1.
     """
 
     up_rows: int = 64
@@ -289,15 +306,18 @@ class Q4Tuning:
     down_repeat: int = 1
     down_warps: int = 4
     down_stages: int = 3
-    down_ahead: bool = False
+    down_eager: bool = False
     up_registers: int | None = None
 
 
 def tuning_of(shape: ExpertsShape, n: int) -> Q4Tuning:
     """What was fastest on an H200 for Qwen3.6's and Gemma4's sizes (docs/kernels.md)."""
-    if n <= 2:
-        return Q4Tuning(up_rows=32, up_warps=2, up_registers=128, down_ahead=True)
-    if n <= 8 and n > 4 and shape.geometry.hidden <= 2048:
+    narrow = shape.geometry.hidden <= 2048
+    if n <= 2 and narrow:
+        return Q4Tuning(up_rows=32, up_warps=2, up_registers=128, down_eager=True)
+    if n <= 2 or (n <= 4 and narrow):
+        return Q4Tuning(down_eager=True)
+    if n <= 8 and narrow:
         return Q4Tuning(up_rows=32, up_warps=2, up_stages=2, up_registers=128, down_repeat=2, down_stages=2)
     return Q4Tuning(down_repeat=2, down_stages=2)
 
@@ -365,7 +385,7 @@ def q4_experts(
         tuning.down_repeat,
         _WORDS,
         tuning.down_stages,
-        tuning.down_ahead and g.hidden % (tuning.down_rows * tuning.down_repeat) == 0,
+        tuning.down_eager,
         warps=tuning.down_warps,
         early=True,
     )

@@ -64,6 +64,18 @@ def test_rows_and_notes(tmp_path):
     assert "mean error 0.0% over 1 cells" in text
 
 
+def test_systems_that_are_predicted_in_another_order_are_counted(tmp_path):
+    base = run(tmp_path, "llama_cpp_lfu", [0.0, 4.0, 4.0])
+    bevy = run(tmp_path, "bevy", [0.0, 2.0, 2.0])
+    lfu = run(tmp_path, "specmd_lfu", [0.0, 3.0, 3.0])
+    folders = {
+        path: run(tmp_path / "sim", path.name, [0.0, s, s]) for path, s in ((base, 4.0), (bevy, 3.0), (lfu, 2.0))
+    }
+    text = table([Group("t", (base, bevy, lfu), folders)])
+    assert "2 of 3 pairs of systems in the measured order, the others differ by up to 33.3%" in text
+    assert "over 2 cells" in text
+
+
 def test_without_a_baseline_there_are_no_ratios(tmp_path):
     (row,) = rows(Group("t", (run(tmp_path, "bevy", [0.0, 1.0, 1.0]),), {}))
     assert row.ratios is None

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
+from packs import random_store  # noqa: E402
 from runs_world import quick, tiny_pack  # noqa: E402
 
 from analysis.runs import find_runs  # noqa: E402
@@ -130,6 +131,62 @@ def test_a_group_that_breaks_is_named_and_the_others_go_on(tiny, tmp_path, monke
     assert "RuntimeError: no luck" in error
     (run,) = find_runs([tmp_path / "t"])
     assert run.summary["cache_fraction"] == 0.75
+
+
+def test_each_group_is_shown_when_it_ends_and_predicted(tmp_path, monkeypatch, capsys):
+    """Nothing paced, experts from host memory: the simulator's step of every cell, whatever comes afterwards."""
+    pack = random_store(tmp_path / "pack", layers=6, experts=16).path
+    measured, seen = [], []
+    whole, ended = comparison.calibrate, comparison._say
+
+    def counting(*arguments, **more):
+        measured.append(1)
+        return whole(*arguments, **more)
+
+    monkeypatch.setattr(comparison, "calibrate", counting)
+    monkeypatch.setattr(comparison, "_say", lambda line: (ended(line), seen.append((line, capsys.readouterr().out))))
+    more = ("system=llama_cpp_lfu,bevy", "cache.fraction=0.5,0.75", "calibrate=true")
+    assert bench(pack, tmp_path, *more) == 0
+    assert measured == [1]  # both groups have four requests
+    outs = [out for line, out in seen if " of 2 done" in line]
+    for out, size in zip(outs, ("50%", "75%"), strict=True):
+        assert f"{size} cache, 4 requests" in out
+        assert len([line for line in out.splitlines() if line.startswith(("llama.cpp + LFU", "Bevy"))]) == 2
+    assert "over 2 cells" in capsys.readouterr().out
+    for run, sim in zip(find_runs([tmp_path / "t"]), find_runs([tmp_path / "t_predicted"]), strict=True):
+        assert sim.summary["device"] == "here"
+        assert sim.summary["steps"] == run.summary["steps"]
+        assert (run.summary["link"], run.summary["batches"]) == ("raw", "raw")
+        assert 0.2 < sim.summary["step_s_mean"] / run.summary["step_s_mean"] < 5  # it is the machine that was measured
+
+
+def test_without_a_calibration_the_runs_are_still_shown(tiny, tmp_path, monkeypatch, capsys):
+    def fails(*arguments, **more):
+        raise UserError("only 3 jobs ran")
+
+    monkeypatch.setattr(comparison, "calibrate", fails)
+    assert bench(tiny, tmp_path, "system=bevy", "calibrate=true") == 1
+    out, error = capsys.readouterr()
+    assert "Bevy" in out
+    assert "not calibrated: UserError: only 3 jobs ran" in error
+    assert [run.summary["valid"] for run in find_runs([tmp_path / "t"])] == [True]
+
+
+def test_a_group_for_which_no_time_is_left_is_left_out(tiny, tmp_path, monkeypatch, capsys):
+    clock, now = comparison.time.perf_counter, [0.0]
+    whole = comparison.interleave
+
+    def slow(*arguments, **more):
+        now[0] += 1000.0
+        return whole(*arguments, **more)
+
+    monkeypatch.setattr(comparison, "interleave", slow)
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: clock() + now[0])
+    assert bench(tiny, tmp_path, "system=bevy", "cache.fraction=0.5,0.75", "seconds=1500") == 1
+    assert "75% cache" in (error := capsys.readouterr().err)
+    assert "s were left of seconds=1500" in error
+    (run,) = find_runs([tmp_path / "t"])
+    assert run.summary["cache_fraction"] == 0.5
 
 
 def test_buffered_reads_and_kernels_compiled_in_between_make_a_run_invalid(tiny, tmp_path, monkeypatch, capsys):

@@ -99,10 +99,10 @@ def test_tuning_does_not_show_in_the_bits():
     arena = random_arena(shape.geometry, 3, seed=9)
     group = random_group(shape, [[2, 0], [0, 1]], [0, 1], seed=10)
     expected = run(shape, arena, group)
-    out = torch.full_like(expected, float("nan"))
-    tuning = Q4Tuning(32, 2, 2, 64, 3, 8, 2, True, 128)
-    q4_experts(shape, group.x, arena, *group[1:], poisoned_scratch(shape, 2), out, tuning=tuning)
-    assert torch.equal(out, expected)
+    for tuning in (Q4Tuning(32, 2, 2, 64, 3, 8, 2, False, 128), Q4Tuning(down_rows=32, down_warps=2, down_eager=True)):
+        out = torch.full_like(expected, float("nan"))
+        q4_experts(shape, group.x, arena, *group[1:], poisoned_scratch(shape, 2), out, tuning=tuning)
+        assert torch.equal(out, expected)
 
 
 def test_more_tokens_than_a_group_are_refused():
