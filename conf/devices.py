@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from conf.job_times import Affine, Curve, JobTimes, Table, roofline
+from conf.job_times import Affine, Curve, JobTimes, SmallProducts, Table, roofline
 from conf.models import ModelConfig
 from conf.sharing import FairShare, GpuSharing, HostSharing, fixed_slots, one_at_a_time
 from policies.core.types import UserError
@@ -105,6 +105,22 @@ class DeviceConfig:
         if self.times.extrapolated:
             return [f"{self.label}: some job times lie outside the measured table and are extrapolated"]
         return []
+
+
+def small_products(config: Mapping[str, Any]) -> tuple[SmallProducts, dict[str, str]]:
+    """What a device mapping says about a predictor's products, and the source of each constant.
+
+    Weights are read at the roofline's dense rate.  A profile without ``gpu.small_products`` (a calibrated one) charges
+    the reads alone.  Raises UserError as ``DeviceConfig.from_config`` does.
+    """
+    root = _Section(config, f"device {config.get('name', '?')}", "", {})
+    gpu = root.section("gpu")
+    part = gpu.section("roofline")
+    rate = part.number("memory_bytes_per_s", above=0.0) * part.number("dense_efficiency", above=0.0)
+    if not gpu.has("small_products"):
+        return SmallProducts(rate, math.inf, 0.0), root.sources
+    small = gpu.section("small_products")
+    return SmallProducts(rate, small.number("operations_per_s", above=0.0), small.number("kernel_s")), root.sources
 
 
 class _Section:

@@ -107,6 +107,23 @@ def roofline(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SmallProducts:
+    """Products that no job-time model holds: t = kernels x kernel_s + max(bytes / rate, multiply-adds / rate).
+
+    ``bytes_per_s``: weights of a matrix-vector product; ``operations_per_s``: multiply-adds; ``kernel_s``: what a small
+    kernel that waits for the one before it takes beside its work.
+    """
+
+    bytes_per_s: float
+    operations_per_s: float
+    kernel_s: float
+
+    def seconds(self, kernels: int, n_bytes: float, operations: float) -> float:
+        """Time of ``kernels`` kernels, one after the other, that read and multiply so much in all."""
+        return kernels * self.kernel_s + max(n_bytes / self.bytes_per_s, operations / self.operations_per_s)
+
+
 class Curve:
     """A measured function of one whole number, linear between points and beyond both ends."""
 

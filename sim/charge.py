@@ -1,4 +1,4 @@
-"""A run pays for its predictor: GPU time for what it reads, cache slots for what it keeps.
+"""A run pays for its predictor: GPU time for what it computes and reads, cache slots for what it keeps.
 
 Owns the translation of a predictor's declared cost into a device's times and a run's settings.  Knows no predictor.
 """
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from conf.devices import DeviceConfig
-from conf.job_times import JobTimes
+from conf.devices import DeviceConfig, small_products
+from conf.job_times import JobTimes, SmallProducts
 from conf.models import ModelConfig
 from policies.build import cache_slots
 from policies.core.types import ModelSpec, Phase, UserError
@@ -23,12 +23,12 @@ CHARGES = ("compute", "none")
 
 @dataclass(frozen=True, slots=True)
 class ChargedTimes:
-    """Job times plus the predictor's reads, at every batch that ends with a gate: all but the last layer and head."""
+    """Job times plus the predictor's, at every batch that ends with a gate: all but the last layer and head."""
 
     times: JobTimes
     n_layers: int
-    batch_s: float
-    token_s: float
+    cost: Cost
+    rates: SmallProducts
 
     @property
     def request_s(self) -> Callable[[int], float]:
@@ -45,7 +45,13 @@ class ChargedTimes:
         alone_s = self.times.seconds(phase, layer, n_requests, n_experts, requests_s)
         if phase is Phase.HEAD or layer == self.n_layers - 1:
             return alone_s
-        return alone_s + self.batch_s + n_requests * self.token_s
+        return alone_s + self.prediction_s(n_requests)
+
+    def prediction_s(self, n_requests: int) -> float:
+        """Time of one prediction for so many requests together."""
+        cost = self.cost
+        n_bytes = cost.bytes_per_batch + n_requests * cost.bytes_per_token
+        return self.rates.seconds(cost.kernels, n_bytes, n_requests * cost.operations_per_token)
 
 
 def charge(
@@ -53,9 +59,9 @@ def charge(
 ) -> tuple[Mapping[str, Any], DeviceConfig, dict[str, Any] | None]:
     """Settings and device of a run that pays for its ``predictor`` (as taught), and what the summary says of it.
 
-    ``prefetch.charge``: ``compute``: the bytes that it reads take GPU time at the memory rate of the device's roofline,
-    as a matrix-vector product does, and its memory is taken from the expert cache, rounded up to whole experts;
-    ``none``: neither.  Raises UserError for another value, and if the predictor leaves no cache.
+    ``prefetch.charge``: ``compute``: its kernels take GPU time, one after the other, by ``gpu.small_products`` of the
+    device, and its memory is taken from the expert cache, rounded up to whole experts; ``none``: neither.
+    Raises UserError for another value, and if the predictor leaves no cache.
     """
     if predictor is None:
         return settings, device, None
@@ -66,10 +72,10 @@ def charge(
     described = {"charge": how, **dataclasses.asdict(cost)}
     if how == "none":
         return settings, device, described
-    rate = float(settings["device"]["gpu"]["roofline"]["memory_bytes_per_s"]["value"])
-    batch_s, token_s = cost.bytes_per_batch / rate, cost.bytes_per_token / rate
-    times = ChargedTimes(device.times, spec.n_layers, batch_s, token_s)
-    described |= {"batch_s": batch_s, "token_s": token_s}
+    rates, sources = small_products(settings["device"])
+    times = ChargedTimes(device.times, spec.n_layers, cost, rates)
+    described |= {"one_request_s": times.prediction_s(1), "all_requests_s": times.prediction_s(settings["concurrency"])}
+    described["sources"] = sources
     return _without_memory(settings, cost, model, spec), dataclasses.replace(device, times=times), described
 
 

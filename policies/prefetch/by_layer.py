@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from policies.core.messages import Prediction
@@ -40,7 +41,7 @@ class ByLayer:
         self.hold = hold
         self._n_experts, self._most, self._nearest = n_experts, most, priority == "layer"
         self._scores: dict[int, dict[ExpertId, float]] = {}  # by layer
-        self._ranked: dict[int, list[Prediction]] = {}  # by layer, the best last
+        self._ranked: dict[int, list[tuple[float, int]]] = {}  # by layer, the best last: (score, -expert)
         self._offered: dict[int, dict[ExpertId, None]] = {}  # by layer
         self._last_job = 0
         self._lowest = 0
@@ -48,19 +49,20 @@ class ByLayer:
     def next(self, view: PrefetchView) -> ExpertId | None:
         """The next absent expert of the queues."""
         self._take_in(view)
-        best: Prediction | None = None
+        best: tuple[float, int] | None = None
         for layer in sorted(self._scores):
             head = self._head(layer, view)
-            if head is not None and (best is None or head[1] > best[1]):
+            if head is not None and (best is None or head[0] > best[0]):
                 best = head
                 if self._nearest:
                     break
         if best is None:
             return None
-        layer = best[0] // self._n_experts
+        expert = -best[1]
+        layer = expert // self._n_experts
         self._ranked[layer].pop()
-        self._offered.setdefault(layer, {})[best[0]] = None
-        return best[0]
+        self._offered.setdefault(layer, {})[expert] = None
+        return expert
 
     def _take_in(self, view: PrefetchView) -> None:
         """Read the gates that came since, and drop the layers that everybody has reached."""
@@ -75,25 +77,33 @@ class ByLayer:
             if job.id <= self._last_job:
                 continue
             for predictions in job.predicted:
-                for expert, score in predictions:
-                    layer = expert // self._n_experts
-                    scores = self._scores.setdefault(layer, {})
-                    scores[expert] = scores.get(expert, 0.0) + score
-                    self._ranked.pop(layer, None)
+                self._add(predictions)
             self._last_job = job.id
         for layer in [layer for layer in self._scores if layer <= lowest]:
             del self._scores[layer]
             self._ranked.pop(layer, None)
             self._offered.pop(layer, None)
 
-    def _head(self, layer: int, view: PrefetchView) -> Prediction | None:
+    def _add(self, predictions: Sequence[Prediction]) -> None:
+        first = after = 0  # the layer at hand: most predictions in a row are for one
+        scores: dict[ExpertId, float] = {}
+        for expert, score in predictions:
+            if not first <= expert < after:
+                layer = expert // self._n_experts
+                first = layer * self._n_experts
+                after = first + self._n_experts
+                scores = self._scores.setdefault(layer, {})
+                self._ranked.pop(layer, None)
+            scores[expert] = scores.get(expert, 0.0) + score
+
+    def _head(self, layer: int, view: PrefetchView) -> tuple[float, int] | None:
         """The best absent expert of a layer that was not offered yet."""
         ranked = self._ranked.get(layer)
         if ranked is None:
-            order = sorted(self._scores[layer].items(), key=lambda item: (item[1], -item[0]))
+            order = sorted([(score, -expert) for expert, score in self._scores[layer].items()])
             ranked = order if self._most is None else order[-self._most :]
             self._ranked[layer] = ranked
-        offered = self._offered.get(layer, {})
-        while ranked and (ranked[-1][0] in offered or not view.absent(ranked[-1][0])):
+        offered, absent = self._offered.get(layer, {}), view.absent
+        while ranked and (-ranked[-1][1] in offered or not absent(-ranked[-1][1])):
             ranked.pop()
         return ranked[-1] if ranked else None

@@ -23,7 +23,7 @@ class Cooccurrence:
     P(e' at l + ``distance`` | e at l) is the count of tokens that chose both over those that chose e, drawn towards the
     frequency of e' by ``PRIOR_TOKENS``.  The product of the k chances is naive Bayes up to the prior.
 
-    Cost: k rows of a table of experts x experts, and the tables of all layers in memory.
+    Cost: the mean of k rows of a table of experts x experts, its best k, and the tables of all layers in memory.
     """
 
     columns: tuple[str, ...] = ()
@@ -34,6 +34,7 @@ class Cooccurrence:
         pairs = max(0, n_layers - distance)
         self._log_chance = np.zeros((pairs, n_experts, n_experts), np.float32)
         self.cost = Cost(
+            kernels=2,
             operations_per_token=top_k * n_experts,
             bytes_per_token=top_k * n_experts * 4,
             memory_bytes=self._log_chance.nbytes,

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 class Cost:
     """The work of one prediction, at one layer.
 
-    ``operations_per_token``: multiply-adds for each token.  ``bytes_per_batch``: weights or tables that are read once
-    for all tokens that reach the layer together.  ``bytes_per_token``: what every token reads for itself.
-    ``memory_bytes``: what the predictor keeps in memory, which the expert cache cannot have.
+    ``kernels``: steps of the computation that wait for one another, whatever their size.  ``operations_per_token``:
+    multiply-adds for each token.  ``bytes_per_batch``: weights or tables that are read once for all tokens that reach
+    the layer together.  ``bytes_per_token``: what every token reads for itself.  ``memory_bytes``: what the predictor
+    keeps in memory, which the expert cache cannot have.
     """
 
+    kernels: int = 0
     operations_per_token: float = 0.0
     bytes_per_batch: float = 0.0
     bytes_per_token: float = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -13,7 +13,7 @@ from policies.core.messages import Prediction
 from policies.core.types import RequestId, UserError
 from policies.prefetch.cost import Cost
 from policies.prefetch.learning import Example
-from policies.prefetch.listing import best_of_layers, checked_count, leading, softmax
+from policies.prefetch.listing import BLOCK_TOKENS, best_of_layers, checked_count, cut, leading, softmax
 from policies.prefetch.predictor import FloatArray, Observation, Stretch
 
 Rule = Literal["paper", "released"]
@@ -75,7 +75,8 @@ class FineMoE:
     decode tokens of other requests, spread evenly, and never updated (the code's offline mode).  ``capacity``: maps;
     ``listed``: the best of a prediction that are passed on.
 
-    Cost: with running products, each layer reads that layer's rows of all maps once a batch.
+    Cost: with running products, each layer reads that layer's rows of all maps once a batch; products, cosines, the
+    best map, its list.
     """
 
     columns: tuple[str, ...] = ("scores",)
@@ -106,7 +107,7 @@ class FineMoE:
     def cost(self) -> Cost:
         """That of the store as learnt."""
         layer = self._maps[0].size
-        return Cost(operations_per_token=layer, bytes_per_batch=layer * 4, memory_bytes=self._maps.nbytes)
+        return Cost(kernels=4, operations_per_token=layer, bytes_per_batch=layer * 4, memory_bytes=self._maps.nbytes)
 
     def learn(self, examples: Sequence[Example]) -> None:
         """Fill the store."""
@@ -126,17 +127,19 @@ class FineMoE:
         targets = self._targets(observation.layer)
         return self._listed_experts(observation.layer, *self._match(observation))[0] if targets else ()
 
-    def predict_all(self, stretch: Stretch) -> list[list[tuple[Prediction, ...]]]:
-        """See ``ManyAtOnce``: one matrix product a layer."""
-        rows = softmax(stretch.column("scores"))  # [tokens, layers, experts]
-        search = _Search(len(rows), self._maps.shape[1])
+    def predict_all(self, stretch: Stretch) -> Iterator[list[tuple[Prediction, ...]]]:
+        """See ``ManyAtOnce``: one matrix product a layer, which reads the store once for all tokens of the stretch."""
         layers = [layer for layer in range(self._n_layers) if self._targets(layer)]
-        by_layer = [
-            self._listed_experts(layer, *search.step(rows[:, layer], self._maps[layer], self._lengths[layer]))
-            for layer in layers
-        ]
+        found = self._matches(softmax(stretch.column("scores")), layers)
         silent: list[tuple[Prediction, ...]] = [()] * (self._n_layers - len(layers))
-        return [[*lists, *silent] for lists in zip(*by_layer, strict=True)]
+        for first in range(0, len(stretch.experts), BLOCK_TOKENS):
+            part = slice(first, first + BLOCK_TOKENS)
+            by_layer = [
+                self._listed_experts(layer, match[part], similarity[part])
+                for layer, (match, similarity) in zip(layers, found, strict=True)
+            ]
+            for lists in zip(*by_layer, strict=True):
+                yield [*lists, *silent]
 
     def scores(self, observation: Observation, target_layer: int) -> FloatArray:
         """The matched map's probabilities."""
@@ -148,11 +151,15 @@ class FineMoE:
         """``scores`` of every token from layer l for layer l + distance [tokens, layers, experts], zero before it."""
         rows = softmax(request.column("scores"))  # [tokens, layers, experts]
         out = np.zeros_like(rows)
-        search = _Search(len(rows), self._maps.shape[1])
-        for layer in range(self._n_layers - self.distance):
-            match, _ = search.step(rows[:, layer], self._maps[layer], self._lengths[layer])
+        layers = range(self._n_layers - self.distance)
+        for layer, (match, _) in zip(layers, self._matches(rows, layers), strict=True):
             out[:, layer + self.distance] = self._maps[layer + self.distance, match]
         return out
+
+    def _matches(self, rows: FloatArray, layers: Sequence[int]) -> list[tuple[Ints, Floats]]:
+        """The best map of each token after each of the first ``layers``; ``rows`` [tokens, layers, experts]."""
+        search = _Search(len(rows), self._maps.shape[1])
+        return [search.step(rows[:, layer], self._maps[layer], self._lengths[layer]) for layer in layers]
 
     def _targets(self, layer: int) -> range:
         """The layers that are predicted after the gate of ``layer``."""
@@ -172,6 +179,12 @@ class FineMoE:
         count = np.maximum(self._top_k, below if self._released else below + 1)
         if not self._released:
             count = np.minimum(count, self._listed)
+            if len(targets) == 1:
+                scores = np.take_along_axis(rows, order, axis=-1)[:, 0] / np.float32(targets.start - layer)
+                listed = (np.arange(self._n_experts) < count[:, 0]) & (scores > 0)
+                if not ((scores[:, 1:] == scores[:, :-1]) & listed[:, 1:]).any():  # else the order is that of the ids
+                    ids = order[:, 0] + targets.start * self._n_experts
+                    return cut(ids[listed], scores[listed], listed.sum(axis=-1).tolist())
         kept = np.zeros_like(rows)
         np.put_along_axis(kept, order, np.arange(self._n_experts) < count, axis=-1)
         kept *= rows

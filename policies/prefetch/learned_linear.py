@@ -56,7 +56,7 @@ class LearnedLinear:
         """That of the maps as learnt."""
         products = max((weights.size for weights in self._weights), default=0)
         memory = sum(weights.nbytes for weights in self._weights)
-        return Cost(operations_per_token=products, bytes_per_batch=products * 4, memory_bytes=memory)
+        return Cost(kernels=2, operations_per_token=products, bytes_per_batch=products * 4, memory_bytes=memory)
 
     def learn(self, examples: Sequence[Example]) -> None:
         """Solve one regularised least-squares problem a layer."""

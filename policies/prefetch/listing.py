@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
+
 import numpy as np
 import numpy.typing as npt
 
 from policies.core.messages import Prediction
 from policies.core.types import ExpertId, UserError
 from policies.prefetch.predictor import FloatArray
+
+BLOCK_TOKENS = 32
+"""Tokens whose lists are made at one time: those of more tokens would only lie in memory."""
 
 SMALL = 512
 """Up to so many scores are sorted whole, which is faster than to find the best first."""
@@ -42,10 +48,16 @@ def best_of_layers(scores: FloatArray, first: ExpertId, count: int) -> list[list
     order = leading(scores, min(count, n_experts))
     ids = order + (first + n_experts * np.arange(n_layers))[:, None]
     values = np.take_along_axis(scores, order, axis=-1)
-    return [
-        [tuple(zip(*pair, strict=True)) for pair in zip(*token, strict=True)]
-        for token in zip(ids.tolist(), values.tolist(), strict=True)
-    ]
+    width = values.shape[-1]
+    lists = cut(ids.ravel(), values.ravel(), [width] * (values.size // width))
+    return [lists[token : token + n_layers] for token in range(0, len(lists), n_layers)]
+
+
+def cut(ids: npt.NDArray[np.int64], values: FloatArray, lengths: Iterable[int]) -> list[tuple[Prediction, ...]]:
+    """Predictions that lie one after another, as lists of these lengths."""
+    pairs = list(zip(ids.tolist(), values.tolist(), strict=True))
+    ends = [*accumulate(lengths, initial=0)]
+    return [tuple(pairs[begin:end]) for begin, end in pairwise(ends)]
 
 
 def softmax(logits: FloatArray) -> FloatArray:

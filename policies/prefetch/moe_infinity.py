@@ -42,7 +42,7 @@ class MoEInfinity:
     representatives by clustering when there are more, and the released code never adds one (unchecked: the paper's
     clustering).  Prefill tokens count in neither matrix here.  ``listed``: the best of a prediction that are passed on.
 
-    Cost: all matrices are compared at every layer.
+    Cost: all matrices are compared at every layer; products, their sums, the best matrix, its list.
     """
 
     columns: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class MoEInfinity:
     def cost(self) -> Cost:
         """That of the collection as learnt."""
         n_bytes = self._unit.nbytes
-        return Cost(operations_per_token=self._unit.size, bytes_per_batch=n_bytes, memory_bytes=n_bytes)
+        return Cost(kernels=4, operations_per_token=self._unit.size, bytes_per_batch=n_bytes, memory_bytes=n_bytes)
 
     def learn(self, examples: Sequence[Example]) -> None:
         """One matrix for each request."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from policies.core.messages import Prediction
 from policies.core.types import UserError
 from policies.prefetch.cost import Cost
-from policies.prefetch.listing import best, best_of_layers, checked_count, softmax
+from policies.prefetch.listing import BLOCK_TOKENS, best, best_of_layers, checked_count, softmax
 from policies.prefetch.predictor import FloatArray, Observation, Stretch
 
 ROUTER_BYTES = 4
@@ -23,7 +24,7 @@ class NextGate:
     models (from memory of the report, unchecked); here k for any k (``overfetch`` 1).  Its staging
     buffers are an eviction policy, ``policies.eviction.staging``.  SpecMD lists 1.5 x k a token (Bevy §5.1).
 
-    ``hidden``: size of the gate input, for the cost: one more matrix-vector product with a router.
+    ``hidden``: size of the gate input, for the cost: one more matrix-vector product with a router, softmax and top k.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class NextGate:
         self._n_layers, self._n_experts = n_layers, n_experts
         self._listed = min(n_experts, math.ceil(overfetch * top_k))
         products = hidden * n_experts
-        self.cost = Cost(operations_per_token=products, bytes_per_batch=products * ROUTER_BYTES)
+        self.cost = Cost(kernels=3, operations_per_token=products, bytes_per_batch=products * ROUTER_BYTES)
 
     def predict(self, observation: Observation) -> tuple[Prediction, ...]:
         """The listed experts of layer l + distance; none beyond the last layer."""
@@ -52,11 +53,13 @@ class NextGate:
             return ()
         return best(self.scores(observation, target), target * self._n_experts, self._listed)
 
-    def predict_all(self, stretch: Stretch) -> list[list[tuple[Prediction, ...]]]:
+    def predict_all(self, stretch: Stretch) -> Iterator[list[tuple[Prediction, ...]]]:
         """See ``ManyAtOnce``."""
-        scores = softmax(stretch.column(self.columns[0])[:, : -self.distance])
-        ahead = best_of_layers(scores, self.distance * self._n_experts, self._listed)
-        return [lists + [()] * self.distance for lists in ahead]
+        column = stretch.column(self.columns[0])[:, : -self.distance]
+        for first in range(0, len(column), BLOCK_TOKENS):
+            scores = softmax(column[first : first + BLOCK_TOKENS])
+            for lists in best_of_layers(scores, self.distance * self._n_experts, self._listed):
+                yield lists + [()] * self.distance
 
     def scores(self, observation: Observation, target_layer: int) -> FloatArray:
         """Softmax of the recorded scores of that gate."""

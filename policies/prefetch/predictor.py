@@ -6,6 +6,7 @@ core as ``Gate.predicted``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -74,8 +75,8 @@ class ManyAtOnce(Protocol):
     It is shown more than it may use: its answers are those of ``predict`` token by token.
     """
 
-    def predict_all(self, stretch: Stretch) -> list[list[tuple[Prediction, ...]]]:
-        """What ``predict`` says of each token after each layer, [tokens][layers]."""
+    def predict_all(self, stretch: Stretch) -> Iterator[list[tuple[Prediction, ...]]]:
+        """What ``predict`` says of each token after each layer [layers], token by token."""
         ...
 
 

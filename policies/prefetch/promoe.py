@@ -73,7 +73,7 @@ class ProMoE:
     files of the upstream repository, which could not be read: two hidden layers of width 1024 by its training defaults,
     fp32 (depth approximate).
 
-    ``path``: what the training wrote.  Cost: one network a layer, read once a batch.
+    ``path``: what the training wrote.  Cost: one network a layer, read once a batch, and its best k.
     """
 
     columns: tuple[str, ...] = ("hidden",)
@@ -95,7 +95,12 @@ class ProMoE:
         self._networks, self.learnt = trained.networks, trained.learnt
         self._states: dict[RequestId, tuple[int, FloatArray, FloatArray | None]] = {}
         sizes = [sum(w.size for w in network.weights) for network in self._networks]
-        self.cost = Cost(operations_per_token=max(sizes), bytes_per_batch=max(sizes) * 4, memory_bytes=sum(sizes) * 4)
+        self.cost = Cost(
+            kernels=max(len(network.weights) for network in self._networks) + 1,
+            operations_per_token=max(sizes),
+            bytes_per_batch=max(sizes) * 4,
+            memory_bytes=sum(sizes) * 4,
+        )
 
     def predict(self, observation: Observation) -> tuple[Prediction, ...]:
         """The likeliest k of the target layers."""

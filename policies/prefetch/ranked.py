@@ -20,8 +20,8 @@ class Ranked:
     expert id.  An expert is offered once a job: if no slot could be had it is dropped, not retried.
 
     ``max_in_flight``: readers that prefetches may occupy; ``hold``: see ``PrefetchPolicy``;
-    ``only_idle``: only while no demand fetch is in flight; ``while_running``: only for jobs on the
-    GPU (both: Bevy + Prefetch, paper §5.4.3).
+    ``only_idle``: only while no demand fetch is in flight either; ``while_running``: only for jobs on
+    the GPU (Bevy + Prefetch, paper §5.5).
     """
 
     def __init__(

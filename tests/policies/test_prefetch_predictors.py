@@ -1,5 +1,7 @@
 """Predictors against closed forms, brute force, chance, and the recalls of real routes."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from prefetch_world import Request, choose, random_request, recall
@@ -118,7 +120,7 @@ def test_many_tokens_at_once_are_predicted_as_one_by_one(name):
     """The same experts; scores differ by the order in which a matrix product adds."""
     predictor, other = taught(name, correlated), taught(name, correlated)
     request = correlated(np.random.default_rng(5), 9)
-    lists = predictor.predict_all(request)
+    lists = list(predictor.predict_all(request))
     assert [len(token) for token in lists] == [LAYERS] * 9
     for token in request.tokens():
         found, expected = lists[token.position][token.layer], other.predict(token)
@@ -262,6 +264,20 @@ def test_finemoe_follows_the_most_similar_trajectory(rule):
         assert predicted.keys() == expected.keys()
         for expert, score in expected.items():
             assert predicted[expert] == pytest.approx(score, rel=1e-3, abs=1e-9)
+
+
+def test_finemoe_lists_equal_scores_by_id_and_no_impossible_expert():
+    def coarse(number):
+        scores = np.round(correlated(np.random.default_rng(number), 20).columns["scores"])  # many ties
+        scores[:, 1::2, ::2] = -200  # probability 0 in every other layer
+        return Request(choose(scores, K), {"scores": scores}, number)
+
+    predictor = FineMoE(*SHAPE)
+    predictor.learn([coarse(number) for number in range(3)])
+    lists = [found for token in predictor.predict_all(coarse(8)) for found in token if found]
+    assert all(found == tuple(sorted(found, key=lambda pair: (-pair[1], pair[0]))) for found in lists)
+    assert all(score > 0 for found in lists for _, score in found)
+    assert any(one[1] == other[1] for found in lists for one, other in pairwise(found))
 
 
 def test_finemoe_scores_a_request_as_it_scores_its_tokens():
