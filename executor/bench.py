@@ -73,17 +73,22 @@ def _bench(arguments: Sequence[str]) -> int:
     groups = plan([*extra, *overrides], whole_number("turns", own.get("turns", "12"), 2), flags.config_dir)
     seconds = whole_number("seconds", own["seconds"], 1) if "seconds" in own else None
     workload = _workload(overrides) if flag("calibrate", own.get("calibrate", "false")) else None
-    lines = Lines()
+    lines, unpredicted = Lines(), list[str]()
 
     def ended(group: Turns, summaries: Sequence[Mapping[str, Any]], device: Mapping[str, Any] | None) -> None:
-        print(lines.add(_shown(group, summaries, device)), end="", flush=True)
+        try:
+            shown = _shown(group, summaries, device)
+        except Exception as error:  # what was measured counts without it
+            unpredicted.append(f"{group.title}: not predicted: {type(error).__name__}: {error}")
+            shown = Group(group.title, group.folders, {})
+        print(lines.add(shown), end="", flush=True)
 
     outcome = run_groups(groups, measure=write_metrics, seconds=seconds, workload=workload, ended=ended)
     study = groups[0].folders[0].parent
     study.mkdir(parents=True, exist_ok=True)
     rundir.write_json(study / "bench.json", record(outcome, arguments))
     print(lines.end(), end="")
-    return _judge(outcome, study)
+    return _judge(outcome, study, unpredicted)
 
 
 def _workload(overrides: Sequence[str]) -> list[str]:
@@ -104,14 +109,14 @@ def _shown(group: Turns, summaries: Sequence[Mapping[str, Any]], device: Mapping
     return Group(group.title, group.folders, predicted)
 
 
-def _judge(outcome: Outcome, study: Path) -> int:
+def _judge(outcome: Outcome, study: Path, unpredicted: Sequence[str]) -> int:
     """Print what is wrong with the result; the exit code."""
     first_s, last_s = outcome.sentinel_s
     print(f"sentinel: {1e3 * first_s:.2f} ms a step first, {1e3 * last_s:.2f} ms last ({outcome.drift:.2f})")
     print(f"runs: {study}/")
     if abs(outcome.drift - 1) > SENTINEL_DRIFT:
         print("note: the machine's speed moved between start and end: compare within groups only")
-    wrong = [f"{title}: {reason}" for title, reason in outcome.failed]
+    wrong = [*unpredicted, *(f"{title}: {reason}" for title, reason in outcome.failed)]
     for group, summaries in outcome.done:
         for folder, summary in zip(group.folders, summaries, strict=True):
             wrong += [f"{folder.name}: invalid: {reason}" for reason in summary["invalid"]]

@@ -105,10 +105,10 @@ def fit_jobs(samples: Sequence[JobSample], n_layers: int, expert_s: float | None
     if expert_s is None:
         *constants, expert_s = _least_squares(design, np.ones_like(seconds))
     else:
-        constants = list(_least_squares(design[:, :2], np.maximum(1 - expert_s * experts / seconds, 0.0)))
+        constants = _least_squares(design[:, :2], np.maximum(1 - expert_s * experts / seconds, 0.0))
     # Relative errors favour what is short: the mean over all jobs must still be right.
     scale = float(seconds.mean() / (constants[0] + constants[1] * requests + expert_s * experts).mean())
-    layer_s, request_s = (float(c) * scale for c in constants)
+    layer_s, request_s = (constant * scale for constant in constants)
     fitted = layer_s + request_s * requests + expert_s * scale * experts
     heads = [s.seconds for s in samples if s.phase is Phase.HEAD]
     return JobFit(
@@ -121,7 +121,7 @@ def fit_jobs(samples: Sequence[JobSample], n_layers: int, expert_s: float | None
     )
 
 
-def _least_squares(design: Columns, right: Columns) -> Columns:
+def _least_squares(design: Columns, right: Columns) -> list[float]:
     """The best constants of which none is negative: of all subsets of the columns, the one with the least error."""
     best, least = np.zeros(design.shape[1]), float(right @ right)
     columns = range(design.shape[1])
@@ -131,7 +131,7 @@ def _least_squares(design: Columns, right: Columns) -> Columns:
         if found.min() >= 0 and error < least:
             best, least = np.zeros(len(columns)), error
             best[kept] = found
-    return best
+    return [float(constant) for constant in best]
 
 
 def level(samples: Sequence[JobSample], fit: JobFit, n_layers: int) -> float:

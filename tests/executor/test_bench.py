@@ -172,6 +172,18 @@ def test_without_a_calibration_the_runs_are_still_shown(tiny, tmp_path, monkeypa
     assert [run.summary["valid"] for run in find_runs([tmp_path / "t"])] == [True]
 
 
+def test_without_a_prediction_the_runs_are_still_shown(tiny, tmp_path, monkeypatch, capsys):
+    def fails(settings):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("executor.bench.predict", fails)
+    assert bench(tiny, tmp_path, "system=bevy", "device=cpu_disk") == 1
+    out, error = capsys.readouterr()
+    assert "Bevy" in out
+    assert "not predicted: ValueError: no such thing" in error
+    assert [run.summary["valid"] for run in find_runs([tmp_path / "t"])] == [True]
+
+
 def test_a_group_for_which_no_time_is_left_is_left_out(tiny, tmp_path, monkeypatch, capsys):
     clock, now = comparison.time.perf_counter, [0.0]
     whole = comparison.interleave

@@ -1,5 +1,7 @@
 """From runs to a device profile, and the profile in the simulator."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
@@ -40,6 +42,13 @@ def test_constants_come_back():
     assert fit.samples == 100
     assert fit.spread == pytest.approx(0, abs=1e-6)
     assert fit.scaled(2).job_s(3, 5) == pytest.approx(2 * fit.job_s(3, 5))
+
+
+def test_constants_are_plain_numbers_with_or_without_an_expert_measured_alone():
+    """They go into a profile, where a number of numpy's is no value."""
+    for alone in (3e-4, None):
+        fit = fit_jobs(jobs(2e-3, 3e-4, 1e-4), LAYERS, alone)
+        assert {type(value) for value in asdict(fit).values()} == {float, int}
 
 
 def test_the_mean_is_kept_and_no_constant_is_negative():
