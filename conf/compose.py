@@ -147,6 +147,23 @@ def expand(arguments: Sequence[str]) -> Iterator[Point]:
             yield from _expand(overrides, compose)
 
 
+def lists(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """What a sweep keeps, and the values of each setting that it varies, in the order of ``expand``.
+
+    The lists of the config must not depend on each other.  Raises UserError as ``expand`` does.
+    """
+    with _one_line():
+        given = OverridesParser.create().parse_overrides(list(arguments))
+        kept = [str(override.input_line) for override in given if not override.is_sweep_override()]
+        varied = [override for override in given if override.is_sweep_override()]
+        params = OmegaConf.select(_Composer()(kept), "hydra.sweeper.params") or {}
+        mentioned = {str(override.key_or_group) for override in given}
+        texts = [f"{key}={params[key]}" for key in params if key not in mentioned or key == "experiment"]
+        varied += OverridesParser.create().parse_overrides(texts)
+        points = {override.key_or_group: BasicSweeper.split_arguments([override], None)[0] for override in varied}
+        return kept, {key: [point.partition("=")[2] for (point,) in each] for key, each in points.items()}
+
+
 def _expand(overrides: list[str], compose: _Composer) -> Iterator[Point]:
     config = compose(overrides)
     mentioned = {override.lstrip("+~").split("=", 1)[0] for override in overrides}

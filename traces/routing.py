@@ -6,7 +6,7 @@ Owns the packing of expert ids and the observation that a predictor sees.  Knows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,11 +27,11 @@ class Positions(Protocol):
         ...
 
 
-STRETCH_TOKENS = 32
+STRETCH_TOKENS = 256
 """Recorded tokens that a predictor is asked about at one time, if it can answer for many."""
 
-Foretold = list[list[tuple[Prediction, ...]]]
-"""[tokens][layers]"""
+Lists = list[tuple[Prediction, ...]]
+"""What is predicted of one token after each layer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ class TraceRouting:
         self._requests = {request.request: request for request in trace.requests}
         self._offsets = (np.arange(trace.model.n_layers) * trace.model.n_experts)[:, None]
         self._packed: dict[RequestId, tuple[int, list[list[int]]]] = {}
-        self._foretold: dict[RequestId, tuple[int, Foretold]] = {}  # from which row on
+        self._foretold: dict[RequestId, tuple[int, Lists, Iterator[Lists]]] = {}  # a row's, and those of the next rows
 
     def gates(self, step: int, requests: tuple[RequestId, ...], layer: int) -> tuple[Gate, ...]:
         """One gate for each request, in their order; experts in router rank order."""
@@ -122,12 +122,19 @@ class TraceRouting:
     def _predict(
         self, predictor: TracePredictor, request: RequestId, position: int, layer: int
     ) -> tuple[Prediction, ...]:
-        trace = self._requests[request]
         if self._many is not None:
-            first, lists = self._foretold.get(request, (0, []))
-            if not first <= position < first + len(lists):
-                tokens = min(STRETCH_TOKENS, trace.n_tokens - position)
-                first, lists = position, self._many.predict_all(TokenStretch(request, position, tokens, trace))
-                self._foretold[request] = first, lists
-            return lists[position - first][layer]
+            return self._lists(self._many, request, position)[layer]
+        trace = self._requests[request]
         return predictor.predict(TokenObservation(request, position, layer, trace.experts[position], trace))
+
+    def _lists(self, predictor: ManyAtOnce, request: RequestId, position: int) -> Lists:
+        known, lists, following = self._foretold.get(request, (-1, None, iter(())))
+        if lists is None or known != position:
+            lists = next(following, None) if known + 1 == position else None
+            if lists is None:
+                trace = self._requests[request]
+                tokens = min(STRETCH_TOKENS, trace.n_tokens - position)
+                following = predictor.predict_all(TokenStretch(request, position, tokens, trace))
+                lists = next(following)
+            self._foretold[request] = position, lists, following
+        return lists

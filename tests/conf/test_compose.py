@@ -56,6 +56,17 @@ def test_without_arguments_nine_systems() -> None:
     ]
 
 
+def test_the_lists_of_a_sweep_by_setting() -> None:
+    with compose.composing() as more:
+        kept, varied = compose.lists([*more, "experiment=search", "steps=8", "cache=lru,lfu", "concurrency=range(2,5)"])
+    assert kept == ["experiment=search", "steps=8"]
+    assert list(varied)[:2] == ["cache", "concurrency"]
+    assert varied["cache"] == ["lru", "lfu"]
+    assert varied["concurrency"] == ["2", "3", "4"]
+    assert varied["prefetch.policy.max_in_flight"] == ["2", "1", "4", "8"]
+    assert varied["seed"] == ["0", "1"]
+
+
 def test_command_line_replaces_the_experiments_list() -> None:
     assert systems("system=bevy,static_3_3,llama_cpp") == ["bevy", "static_3_3", "llama_cpp"]
 

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "analysis": {"policies", "traces", "conf", "sim", "executor", "analysis"},
 }
 # Commands put the parts together; nothing imports them.
-COMMANDS = {"sim/__main__.py", "executor/__main__.py", "executor/bench.py", "traces/info.py"}
+COMMANDS = {"sim/__main__.py", "sim/search.py", "executor/__main__.py", "executor/bench.py", "traces/info.py"}
 
 # To record routing from a model, or to train one, is the one business outside the executor that runs a model.
 RUN_A_MODEL = {"traces/capture.py", "traces/hooks.py", "traces/decode.py", "traces/demo/train.py"}
