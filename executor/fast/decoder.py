@@ -178,11 +178,10 @@ class FastDecoder:
         if flight.layer is None:
             return None
         n, low = len(flight.members), flight.layer * self.plan.n_experts
-        tag, tagged = flight.sequence << TAG_BITS, slot.ids[:n].tolist()
-        own = [[word - tag for word in row] for row in tagged]  # lists: for so few, arrays take longer
-        if min(map(min, own)) < 0 or max(map(max, own)) > _ID_MASK:
+        tag = flight.sequence << TAG_BITS
+        own = [[word - tag + low for word in row] for row in slot.ids[:n].tolist()]  # for so few, arrays take longer
+        if min(map(min, own)) < low or max(map(max, own)) > low + _ID_MASK:
             raise RuntimeError(f"job {flight.sequence} has ended without its experts; the run is broken")
-        own = [[number + low for number in row] for row in own]
         experts, foreign = own, 0
         if flight.given is not None:
             experts = [list(one) for one in flight.given]
