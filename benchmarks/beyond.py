@@ -9,7 +9,7 @@
   requests=LIST         that decode together (default 2,8,16)
   seeds=LIST            selections of requests and their first tokens, or generated requests (default 0,1,2)
   systems=LIST          of SYSTEMS
-  steps=60 warmup=24    of a run; no metric counts the warm-up
+  steps=60 warmup=24    of a run; only whole_s counts the warm-up
   traces=FOLDER         with gpt_oss_20b.parquet and deepseek_v2_lite.parquet (default runs/beyond_traces)
 
 A cell is a route, a device, a cache size, a number of requests and a seed; all systems of a cell decode the same
@@ -77,7 +77,7 @@ SYSTEMS: Mapping[str, Callable[[int], tuple[str, ...]]] = {
 """What is compared: the overrides of each system for so many requests.  bevy_cpu: where the device has a CPU."""
 
 KEYS = ("half", "route", "requests", "seed", "cache", "device", "system")
-VALUES = ("step_s", "gpu_s", "link_s", "fetches", "optimal_fetches", "group_size", "runahead")
+VALUES = ("step_s", "whole_s", "gpu_s", "link_s", "fetches", "optimal_fetches", "group_size", "runahead")
 COLUMNS = (*KEYS, *VALUES)
 
 
@@ -180,7 +180,7 @@ def run_cell(grid: Grid, task: tuple[str, int, int, float]) -> list[dict[str, An
 
 
 def simulate(grid: Grid, key: Mapping[str, Any], trace: Trace, start: int) -> dict[str, Any]:
-    """One run, in memory.  ``VALUES`` are means over the steps after the warm-up."""
+    """One run, in memory.  ``VALUES`` are means over the steps after the warm-up; ``whole_s`` is over all steps."""
     settings = settings_of(key["system"], key["route"], key["requests"])
     settings = {**settings, "cache": {**settings["cache"], "fraction": key["cache"]}}
     model = ModelConfig.from_config(settings["model"])
@@ -198,7 +198,8 @@ def simulate(grid: Grid, key: Mapping[str, Any], trace: Trace, start: int) -> di
     optimum = None
     if key["system"] == grid.systems[0]:
         optimum = optimal_fetches(steps, trace.model, cache_slots(settings, trace.model), grid.warmup)
-    return _values(measured, optimum) | {"runahead": core.runahead.split(":")[0]}
+    whole_s = sum(step.step_s for step in steps) / len(steps)
+    return _values(measured, optimum) | {"whole_s": whole_s, "runahead": core.runahead.split(":")[0]}
 
 
 def _values(steps: Sequence[Step], optimum: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def load_workload(
         refill=node.get("refill", True),
         arrivals_s=arrivals,
         context_tokens=context,
+        affinity=node.get("affinity"),
     )
     if workload.full_steps < steps and arrivals is None:
         warnings.append(

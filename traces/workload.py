@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 
 from policies.core.messages import StepBegin
 from policies.core.types import RequestId, UserError
+from traces.admission import Affinity
 from traces.format import Trace
 
 Selection = Literal["order", "random"]
@@ -32,6 +33,8 @@ class TraceWorkload:
     each request from the first half of its tokens.  ``arrivals_s``: when each request arrives, in the order of
     selection (None: all are there from the start).  ``context_tokens``: context of each request at its first decode
     token, one number or a range ``(low, high)`` to draw from (None: the request's own prompt, if the trace knows it).
+    ``affinity``: the waiting request that is most like those that decode joins, and none is passed over more often than
+    this (``traces.admission``); None: they join in their order.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class TraceWorkload:
         refill: bool = True,
         arrivals_s: Sequence[float] | None = None,
         context_tokens: int | tuple[int, int] | None = None,
+        affinity: int | None = None,
     ) -> None:
         _at_least_one(concurrency=concurrency, steps=steps, requests=requests)
         chosen = _select(trace, requests, selection, seed)
@@ -63,6 +67,7 @@ class TraceWorkload:
         self._end = {r: traced[r].n_tokens for r in chosen}
         self._base = _contexts(trace, context_tokens, seed)
         self._refill = refill
+        self._affinity = None if affinity is None else Affinity(trace, self._first, affinity)
         self._step = 0
         arrivals = _arrivals(arrivals_s, len(chosen))
         queue = sorted(zip(arrivals, range(len(chosen)), chosen, strict=True))
@@ -80,7 +85,7 @@ class TraceWorkload:
             return None
         active = {r: at + 1 for r, at in self.positions.items() if at + 1 < self._end[r]}
         while len(active) < self.concurrency and self._waiting and self._waiting[0][0] <= now_s and self._may_join():
-            _, request = self._waiting.popleft()
+            request = self._next(now_s, active)
             active[request] = self._first[request]
         self.positions = active
         if not active:
@@ -91,6 +96,16 @@ class TraceWorkload:
     def context_tokens(self, request: RequestId) -> int:
         """Tokens in the context of an active request, without the one that it decodes now."""
         return self._base[request] + self.positions[request] - self._decode[request]
+
+    def _next(self, now_s: float, active: Mapping[RequestId, int]) -> RequestId:
+        """Take a waiting request out of the queue; the first has arrived."""
+        place = 0
+        if self._affinity is not None:
+            arrived = [request for arrival, request in self._waiting if arrival <= now_s]
+            place = self._affinity.choose(arrived, active)
+        _, request = self._waiting[place]
+        del self._waiting[place]
+        return request
 
     def _may_join(self) -> bool:
         """Without refill the places are given once, to the first ``concurrency`` requests."""

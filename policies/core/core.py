@@ -107,6 +107,7 @@ class DecisionCore:
         self._last_id = 0
         self._learner = partition if isinstance(partition, LearningPartition) else None
         self._fetches = 0
+        self._chosen: set[ExpertId] = set()  # of this step, if somebody learns; only counted
 
     @property
     def wants_step_times(self) -> bool:
@@ -196,6 +197,9 @@ class DecisionCore:
         if batch is None:
             raise ProtocolError(f"ComputeDone({event.batch}): no such batch runs; it was never issued or came twice")
         gates = self._issuer.checked(event, batch)
+        if self._learner is not None:
+            for gate in event.gates:
+                self._chosen.update(gate.experts)
         if batch.phase is Phase.HEAD:
             self._end_step(out)
             return
@@ -222,8 +226,9 @@ class DecisionCore:
     def _learn(self, event: StepTook) -> None:
         if self._learner is None or self._step is not None:
             raise ProtocolError(f"StepTook({event.step}): nobody wants it, or a step is unfinished")
-        self._learner.learn(event.seconds, self._fetches)
+        self._learner.learn(event.seconds, event.busy_s, self._fetches, len(self._chosen))
         self._fetches = 0
+        self._chosen.clear()
 
     # ------------------------------------------------------------------ the Compute Scheduler
 

@@ -102,7 +102,7 @@ def _event_text(event: Event) -> str:
     if isinstance(event, HostDone):
         return f'["H",{event.task}]'
     if isinstance(event, StepTook):
-        return f'["T",{event.step},{event.seconds!r}]'
+        return f'["T",{event.step},{event.seconds!r},{event.busy_s!r}]'
     return f'["S",{event.step},[{",".join(map(str, event.requests))}]]'
 
 
@@ -134,7 +134,7 @@ class _Decoder:
         if row[0] == "S":
             return StepBegin(row[1], tuple(row[2]))
         if row[0] == "T":
-            return StepTook(row[1], row[2])
+            return StepTook(row[1], row[2], row[3])
         if row[0] == "H":
             return HostDone(row[1])
         chosen = [tuple(experts) for experts in row[2]]
@@ -207,9 +207,9 @@ def refeed(core: DecisionCore, records: Iterable[Record]) -> int:
     return count
 
 
-def step_times(records: Iterable[Record]) -> dict[int, float]:
-    """What the core of this journal was told: step -> seconds.  A replay tells it the same (``drive``'s ``step_s``)."""
-    return {e.step: e.seconds for record in records for e in record.events if isinstance(e, StepTook)}
+def step_times(records: Iterable[Record]) -> dict[int, StepTook]:
+    """What the core of this journal was told of each step.  A replay tells it the same (``drive``'s ``told``)."""
+    return {e.step: e for record in records for e in record.events if isinstance(e, StepTook)}
 
 
 class ReplayWorkload:

@@ -57,10 +57,14 @@ class FetchDone:
 
 @dataclass(frozen=True, slots=True)
 class StepTook:
-    """Step ``step`` has ended and lasted ``seconds``: told between steps, to a core whose partition wants to know."""
+    """Step ``step`` has ended and lasted ``seconds``, of which a batch ran for ``busy_s``.
+
+    Told between steps, to a core whose partition wants to know.
+    """
 
     step: int
     seconds: float
+    busy_s: float
 
 
 @dataclass(frozen=True, slots=True)

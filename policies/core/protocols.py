@@ -26,8 +26,12 @@ class Partition(Protocol):
 class LearningPartition(Partition, Protocol):
     """A partition that learns from how long its steps took."""
 
-    def learn(self, seconds: float, fetches: int) -> None:
-        """The step that ``units`` was asked for last took ``seconds`` and issued ``fetches`` fetches."""
+    def learn(self, seconds: float, busy_s: float, fetches: int, experts: int) -> None:
+        """What the step that ``units`` was asked for last took, and what it was.
+
+        ``seconds``, and those of them in which a batch ran; ``fetches`` issued; distinct ``experts`` that the requests
+        chose, summed over layers.
+        """
         ...
 
 
