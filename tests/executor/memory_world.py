@@ -106,7 +106,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "bevy_fifo": {"partition": PerRequest, "batching": SameLayer, "eviction": LFU, "order": Fifo},
     "bevy_two": {"partition": PerRequest, "batching": SameLayer, "eviction": LFU, "compute_slots": 2},
     "bevy_retention": {"partition": PerRequest, "batching": SameLayer, "eviction": ExpectedUse},
-    "auto": {"partition": lambda: Auto(), "eviction": ExpectedUse},
+    "auto": {"partition": Auto, "eviction": ExpectedUse},
     "bevy_prefetch": {"partition": PerRequest, "batching": SameLayer, "eviction": LFU, "prefetch": True},
 }
 
