@@ -172,10 +172,7 @@ class MemoryReader:
     def submit(self, fetch: Fetch) -> None:
         """Copy an expert into its slot; the completion is posted later."""
         piece = self._pack.pieces[fetch.expert]
-        self.counters.fetches += 1
-        self.counters.reads += 1
-        self.counters.bytes_requested += piece.numel()
-        self.counters.bytes_read += piece.numel()
+        self.counters.copied(piece.numel())
         self._copier.copy(fetch, piece, self._begin() if self._begin else None)
 
     @property

@@ -56,11 +56,7 @@ class DirectReader:
 
     def submit(self, fetch: Fetch) -> None:
         """Start a copy; ``poll`` tells when it has ended."""
-        counters = self.counters
-        counters.fetches += 1
-        counters.reads += 1
-        counters.bytes_requested += self._bytes
-        counters.bytes_read += self._bytes
+        self.counters.copied(self._bytes)
         self._flying.append((fetch.fetch, self._begin() if self._begin else None))
         self._copies.start(fetch.expert, fetch.slot)
 

@@ -100,6 +100,13 @@ class ReadCounters:
     bytes_requested: int = 0
     bytes_read: int = 0
 
+    def copied(self, n_bytes: int) -> None:
+        """A fetch from host memory: its copy is the read."""
+        self.fetches += 1
+        self.reads += 1
+        self.bytes_requested += n_bytes
+        self.bytes_read += n_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class _Order:

@@ -143,14 +143,11 @@ class StepTimes:
         experts = sum(step.experts for step in self._late) / len(self._late)
         ways = [self._moments(way, fetches, experts) for way in tried]
         by_f, by_e = _slopes([sum(column) for column in zip(*[way.products for way in ways], strict=True)], 1e-4)
+        common = by_f, max(0.0, by_e)
         weights = [_PRIOR_EXACT if self._exact[way] else _PRIOR for way in tried]
-        slopes = [
-            _slopes(way.products, weight, (by_f, max(0.0, by_e))) for way, weight in zip(ways, weights, strict=True)
-        ]
+        slopes = [_slopes(way.products, weight, common) for way, weight in zip(ways, weights, strict=True)]
         ways = [way.calm(slope) for way, slope in zip(ways, slopes, strict=True)]
-        slopes = [
-            _slopes(way.products, weight, (by_f, max(0.0, by_e))) for way, weight in zip(ways, weights, strict=True)
-        ]
+        slopes = [_slopes(way.products, weight, common) for way, weight in zip(ways, weights, strict=True)]
         misfits = [way.misfit(slope) for way, slope in zip(ways, slopes, strict=True)]
         total = sum(way.weight for way in ways)
         variance = sum(misfits) / max(total - len(ways), 1.0)  # of a step of any way
