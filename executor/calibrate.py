@@ -85,10 +85,6 @@ class ShortRun:
         """What the link gave while it was busy."""
         return self.fetched_bytes / self.link_busy_s if self.link_busy_s else 0.0
 
-    def rate_for(self, rho: float) -> float:
-        """The link's bytes a second at which fetching takes ``rho`` times as long as this run's computing."""
-        return self.fetched_bytes / (rho * self.compute_s)
-
 
 def short_run(
     overrides: Sequence[str],

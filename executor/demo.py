@@ -4,8 +4,9 @@ Makes a random model once, measures the machine, and runs conventional batching,
 with real direct reads, first as fast as the disk gives, then with a link held to a rate at which fetching takes
 1.2 times as long as computing; then the simulator predicts the same cells from what was measured.
 
-A machine's speed moves within minutes.  So the prediction takes from the calibration what a job's time is made of,
-and from batching's own turns how fast machine and disk were in that minute: it is one for the other systems.
+A machine's speed moves within minutes.  So the paced rate follows from how long batching computed in its latest turns;
+and the prediction takes from the calibration what a job's time is made of, and from batching's own turns how fast
+machine and disk were in that minute: it is one for the other systems.
 
 Owns the sequence and its time budget.  The simulator is given as ``predict``, because neither world knows the other.
 """
@@ -26,7 +27,7 @@ from executor.compose import settings_of
 from executor.interleave import interleave, until
 from executor.machine import set_threads
 from executor.pack import random_source, write_pack
-from executor.profile import as_seen, fewest_readers, write_profile
+from executor.profile import LinkRun, as_seen, fewest_readers, write_profile
 from executor.run import Measure
 from executor.store import ExpertStore
 from policies.core.types import ModelSpec
@@ -36,6 +37,7 @@ from traces.storage import write_trace
 
 SYSTEMS = ("llama_cpp_lfu", "static_4_4", "bevy")
 FRACTIONS = (0.3, 0.5, 0.7)
+LINKS = ("raw", "paced")
 REQUESTS = 8
 CONTEXT_TOKENS = 256
 WARMUP = 50  # 48 in the core alone, 2 that settle
@@ -55,13 +57,18 @@ Predict = Callable[[Sequence[str], Path], Sequence[Path]]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Systems that took turns: ``steps`` of each, warm-up included; ``bytes_per_s`` is what batching saw."""
+    """Systems that took turns: ``steps`` of each, warm-up included.
+
+    Of batching: ``bytes_per_s`` is the rate that it saw, ``fetched_bytes`` and ``compute_s`` are of one step.
+    """
 
     title: str
     link: str
     fraction: float
     steps: int
     bytes_per_s: float
+    fetched_bytes: float
+    compute_s: float
     runs: tuple[Path, ...]
 
 
@@ -131,20 +138,19 @@ def demo(options: Options, *, measure: Measure, predict: Predict) -> Demo:
     base.append(f"readers={readers}")
     smallest = f"cache.fraction={FRACTIONS[0]}"
     first = short_run([*base, "link=raw", "system=llama_cpp_lfu", smallest], 4)
-    rate = _round(first.rate_for(RHO))
-    links = {"raw": ["link=raw"], "paced": ["link=paced", f"bytes_per_s={rate}"]}
-    reading = {}
-    for name, link in links.items():
+    steps = options.steps or MAX_STEPS
+    _say(f"up to {steps} steps a system and cell, in turns of two")
+    groups: list[Group] = []
+    reading: dict[str, LinkRun] = {}
+    deadline_s = began_s + options.seconds - AFTERWARDS_S
+    left = len(LINKS) * len(FRACTIONS)
+    for name in LINKS:
+        link = [f"link={name}"]
+        if name == "paced":
+            link.append(f"bytes_per_s={_round(groups[0].fetched_bytes / (RHO * groups[-1].compute_s))}")
         setting = Setting((*quick, f"readers={readers}"), REQUESTS, 4)
         reading[name] = link_run(setting, found, spec.n_layers, *link, smallest)
-        _say(f"{name}:\n{describe(found, reading[name])}")
-
-    steps = options.steps or MAX_STEPS
-    _say(f"up to {steps} steps a system and cell, in turns of two; paced link: {rate / 1e9:.2f} GB/s")
-    groups: list[Group] = []
-    deadline_s = began_s + options.seconds - AFTERWARDS_S
-    left = len(links) * len(FRACTIONS)
-    for name, link in links.items():
+        _say(f"{', '.join(link)}:\n{describe(found, reading[name])}")
         for fraction in FRACTIONS:
             shared_s = max(0.0, deadline_s - time.perf_counter()) / left
             sweep = [*base, *link, f"cache.fraction={fraction}", f"warmup={WARMUP}", f"steps={WARMUP + steps}"]
@@ -178,7 +184,9 @@ def _group(link: str, fraction: float, done: Sequence[dict[str, Any]], runs: Seq
     """``done``: the summaries, batching's first."""
     steps, rate = int(done[0]["steps"]), float(done[0]["link_bytes_per_s"] or 0.0)
     measured = f"{REQUESTS} requests, {steps - WARMUP} steps each"
-    return Group(f"{fraction:.0%} cache, {done[0]['link']} link, {measured}", link, fraction, steps, rate, tuple(runs))
+    title = f"{fraction:.0%} cache, {done[0]['link']} link, {measured}"
+    fetched_bytes, compute_s = float(done[0]["bytes_per_step"]), float(done[0]["gpu_busy_s_per_step"])
+    return Group(title, link, fraction, steps, rate, fetched_bytes, compute_s, tuple(runs))
 
 
 def _folder(settings: Mapping[str, Any]) -> Path:

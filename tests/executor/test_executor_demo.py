@@ -36,6 +36,11 @@ def test_every_group_is_measured_and_predicted(tmp_path, monkeypatch, capsys):
     assert {run.summary["steps"] for run in runs} == {demo.WARMUP + 4}
     assert {run.summary["link"].split()[0] for run in runs} == {"raw", "paced"}
     assert {run.summary["steps"] for run in predicted} == {demo.WARMUP + 4}
+    batching = [run.summary for run in runs if run.summary["system"] == "llama_cpp_lfu"]
+    raw = {run["cache_fraction"]: run for run in batching if run["link"] == "raw"}
+    rate = raw[min(raw)]["bytes_per_step"] / (1.2 * raw[max(raw)]["gpu_busy_s_per_step"])
+    for run in batching:
+        assert run["link"] == "raw" or float(run["link"].split()[1]) == pytest.approx(rate / 1e9, rel=0.01, abs=0.005)
 
 
 def test_options(tmp_path):
