@@ -55,6 +55,14 @@ OWN = (
     *("predictors", "sizes", "seeds", "draws", "coverage", "aggregate", "out", "config_dir"),
     *("promoe", "learn_path", "learn_requests", "learn_steps"),
 )
+NOT_HERE = {
+    "seed": "give seeds=LIST",
+    "system": "predictors are asked without one",
+    "prefetch": "give predictors=LIST",
+    "study": "results go to out=DIR",
+    "runs": "results go to out=DIR",
+    "force": "results in out=DIR are replaced",
+}
 DEFAULTS = ("model=qwen3_6_35b_a3b", "workload=chat", "concurrency=8", "steps=512", "warmup=256")
 COLUMNS = ("predictor", "cache_fraction", "cache_kind", "precision", "precision_sd", "coverage", "held_share")
 
@@ -222,6 +230,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     own = command.parse([word for word in argv if word.partition("=")[0] in OWN], OWN)
     overrides = [*DEFAULTS, *(word for word in argv if word.partition("=")[0] not in OWN)]
+    for key in [word.partition("=")[0] for word in overrides]:
+        if key in NOT_HERE:
+            raise UserError(f"{key}= has no effect in this study; {NOT_HERE[key]}")
     study = _study(own)
     names = own.get("predictors", "next_gate,finemoe,learned_linear").split(",")
     seeds = [command.whole_number({"seeds": seed}, "seeds", least=0) for seed in own.get("seeds", "0").split(",")]

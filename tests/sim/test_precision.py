@@ -279,6 +279,8 @@ def test_oracle_with_errors_is_worse_than_perfect_and_better_than_chance(tmp_pat
         (["draws=0"], "draws is 0"),
         (["concurrency=2,3"], "one value for each setting"),
         (["warmup=40"], "leaves nothing"),
+        (["seed=1"], "seed= has no effect in this study; give seeds=LIST"),
+        (["system=bevy"], "predictors are asked without one"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(arguments, says, tmp_path):
