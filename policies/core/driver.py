@@ -43,13 +43,13 @@ def drive(
                 timing.saw(now_s, events, commands)
             if check:
                 core.check()
-            if journal is not None:
-                journal.record(now_s, events, commands)
             for command in commands:
                 if isinstance(command, StepEnd):
                     ended = True
                 else:
                     backend.submit(command)
+            if journal is not None:  # while the backend is at work
+                journal.record(now_s, events, commands)
             if not ended:
                 events = backend.wait()
         if timing is not None:
