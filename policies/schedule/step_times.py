@@ -165,7 +165,9 @@ class StepTimes:
             deviation = min(max(own, least), most) * sqrt(way.spread(weights[i]))
             seen = self._seen[tried[i]]
             sure = _FORGET ** (self._steps - seen[-1].number) if len(seen) == 1 else 1.0
-            out.append(Estimate(expected[i], deviation, self._floor_s(tried[i], experts), sure, near[i]))
+            floor_s = self._floor_s(tried[i], experts)
+            seconds = max(expected[i], sure * floor_s)  # a plane drawn far may end below what computing takes
+            out.append(Estimate(seconds, deviation, floor_s, sure, near[i]))
         return out
 
     def _moments(self, way: int, fetches: float, experts: float) -> _Moments:

@@ -62,6 +62,18 @@ def test_computing_alone_bounds_a_way_unless_its_batches_merge():
     assert batching.estimates()[0].floor_s == 0.0
 
 
+def test_a_plane_drawn_far_ends_at_what_computing_takes():
+    """Groups that computed for 4 s in their one step, at 200 fetches; others fall from 4 s to 1.5 s at 10."""
+    found = StepTimes([False, False], [True, False])
+    found.add(1, 4.0, 4.0, 200, 300)
+    for fetches in (210, 150, 90, 50, 20, *[10] * 6):
+        found.add(0, 1.4 + 0.0125 * fetches, 1.0, fetches, 300)
+    few, groups = found.estimates()
+    assert few.seconds == pytest.approx(1.525, rel=0.02)
+    assert groups.sure * groups.floor_s <= groups.seconds <= 4.0
+    assert groups.seconds > 3.9
+
+
 def test_steps_that_something_held_up_do_not_count():
     """Ten steps of a second and five of three seconds, whatever their fetches."""
     found = StepTimes([False], [True])
