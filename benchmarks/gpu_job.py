@@ -41,11 +41,11 @@ import torch
 from benchmarks.gpu_step import measure_step
 from benchmarks.gpu_world import GpuWorld, layer_bytes, make_world, state_bytes
 from executor import host
-from executor.arguments import flag, parse, whole_number
 from executor.fast.decoder import FastDecoder, JobSlot
 from executor.fast.ops import Ops, reference_ops, triton_ops
 from executor.rows import RowRuleError
 from policies.core.types import Phase
+from traces import command
 
 SIZES = (1, 2, 4, 8)
 MODELS = {"qwen3_6_35b_a3b": (8, {2: "full", 0: "DeltaNet"}), "gemma4_26b_a4b": (6, {0: "sliding", 4: "full"})}
@@ -264,13 +264,10 @@ def print_jobs(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    given = parse(arguments, ("out", "parts", "context", "graphs", "early", "models"))
+    given = command.parse(arguments, ("out", "parts", "context", "graphs", "early", "models"))
     parts = given.get("parts", "jobs,step,transformers").split(",")
-    context, graphs = (
-        whole_number("context", given.get("context", "4096"), 1),
-        flag("graphs", given.get("graphs", "true")),
-    )
-    early = flag("early", given.get("early", "true"))
+    context = command.whole_number(given, "context") or 4096
+    graphs, early = command.flag(given, "graphs", default=True), command.flag(given, "early", default=True)
     ops = triton_ops(early=early) if CUDA else reference_ops()
     device = torch.device("cuda" if CUDA else "cpu")
     out = Path(given.get("out", "."))

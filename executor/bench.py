@@ -15,9 +15,9 @@ from analysis.metrics import write_metrics
 from analysis.paired import Group, Lines
 from analysis.predict import predict
 from conf import rundir
-from executor.arguments import flag, split, whole_number
 from executor.comparison import SENTINEL_DRIFT, Outcome, Turns, plan, record, run_groups
 from policies.core.types import UserError
+from traces import command
 
 USAGE = """\
 python -m executor.bench pack=DIR [turns=12] [seconds=S] [calibrate=true] [key=value ...]
@@ -64,15 +64,15 @@ def _bench(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
     flags, words = parser.parse_known_args(arguments)
-    own, overrides = split(words, ("turns", "seconds", "calibrate"))
+    own, overrides = command.split(words, ("turns", "seconds", "calibrate"))
     if any(word.startswith("steps=") for word in overrides):
         raise UserError("steps= follows from turns=: each turn is two steps after the warm-up; give turns=")
     given = {word.lstrip("+").split("=", 1)[0] for word in overrides}
     given |= {"system", "study"} if "experiment" in given else set()  # it brings its own
     extra = [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given]
-    groups = plan([*extra, *overrides], whole_number("turns", own.get("turns", "12"), 2), flags.config_dir)
-    seconds = whole_number("seconds", own["seconds"], 1) if "seconds" in own else None
-    workload = _workload(overrides) if flag("calibrate", own.get("calibrate", "false")) else None
+    groups = plan([*extra, *overrides], command.whole_number(own, "turns", least=2) or 12, flags.config_dir)
+    seconds = command.whole_number(own, "seconds")
+    workload = _workload(overrides) if command.flag(own, "calibrate") else None
     lines, unpredicted = Lines(), list[str]()
 
     def ended(group: Turns, summaries: Sequence[Mapping[str, Any]], device: Mapping[str, Any] | None) -> None:

@@ -21,7 +21,6 @@ import torch
 
 from conf.cells import recorded
 from executor import host
-from executor.arguments import command, flag, parse, whole_number
 from executor.compose import settings_of
 from executor.experts import add_experts
 from executor.job_fit import JobSample, contention, fit_jobs, job_samples
@@ -36,6 +35,7 @@ from executor.store import ExpertStore
 from policies.core.journal import Record, read_journal
 from policies.core.messages import Fetch, FetchDone, StepBegin
 from policies.core.types import UserError
+from traces import command
 
 USAGE = """\
 python -m executor.calibrate pack=DIR out=DIR [name=NAME] [concurrency=8] [steps=6] [context_tokens=256]
@@ -236,17 +236,17 @@ def _fitting(store: ExpertStore, device: str) -> float:
     return round(min(1.0, max(free / 2 / (store.n_total * store.stride), 2 * store.spec.top_k / store.n_total)), 4)
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(arguments: Sequence[str]) -> int:
     """The command, with its arguments; raises instead of exiting."""
     keys = ("pack", "out", "name", "concurrency", "steps", "context_tokens", "readers", "bytes_per_s", "allow_buffered")
-    given = parse(arguments, keys)
+    given = command.parse(arguments, keys)
     for key in ("pack", "out"):
         if key not in given:
             raise UserError(f"{key}= is missing; --help shows the usage")
     counts = {"concurrency": 8, "steps": 6, "context_tokens": 256, "readers": 8}
-    counts |= {key: whole_number(key, given[key], 1) for key in counts if key in given}
+    counts |= {key: command.whole_number(given, key) or default for key, default in counts.items()}
     name = given.get("name", "calibrated")
-    buffered = flag("allow_buffered", given.get("allow_buffered", "false"))
+    buffered = command.flag(given, "allow_buffered")
     store = ExpertStore.open(given["pack"])
     set_threads(None)
     concurrency, context = counts["concurrency"], counts["context_tokens"]
@@ -262,6 +262,7 @@ def run(arguments: Sequence[str]) -> None:
     print(describe(found, link))
     print(f"{device}\n{model}")
     print(f"python -m sim --config-dir {given['out']} device={name} model={model.stem} concurrency={concurrency}")
+    return 0
 
 
 def describe(found: Calibration, link: LinkRun) -> str:
@@ -286,7 +287,7 @@ def describe(found: Calibration, link: LinkRun) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0, 2 for bad input or a figure above a physical limit, 130 if interrupted."""
-    return command(arguments, lambda: USAGE, run, "nothing was written")
+    return command.run(run, USAGE, arguments, "nothing was written")
 
 
 if __name__ == "__main__":

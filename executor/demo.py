@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from conf.cells import cell_name
-from executor.arguments import flag, parse, whole_number
 from executor.calibrate import Setting, ShortRun, calibrate, describe, link_run, short_run
 from executor.compose import settings_of
 from executor.interleave import interleave, until
@@ -31,6 +30,7 @@ from executor.profile import LinkRun, as_seen, fewest_readers, write_profile
 from executor.run import Measure
 from executor.store import ExpertStore
 from policies.core.types import ModelSpec
+from traces import command
 from traces.generate import generate
 from traces.presets import preset_for
 from traces.storage import write_trace
@@ -93,14 +93,14 @@ class Options:
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Options:
         """From ``key=value``.  Raises UserError."""
-        given = parse(arguments, ("pack", "runs", "seconds", "steps", "allow_buffered"))
+        given = command.parse(arguments, ("pack", "runs", "seconds", "steps", "allow_buffered"))
         runs = Path(given.get("runs", "runs"))
         return cls(
             pack=Path(given.get("pack", runs / "packs" / "demo")),
             runs=runs,
-            seconds=whole_number("seconds", given.get("seconds", "300"), 1),
-            steps=whole_number("steps", given["steps"], 2) if "steps" in given else None,
-            allow_buffered=flag("allow_buffered", given.get("allow_buffered", "false")),
+            seconds=command.whole_number(given, "seconds") or 300,
+            steps=command.whole_number(given, "steps", least=2),
+            allow_buffered=command.flag(given, "allow_buffered"),
         )
 
 

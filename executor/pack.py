@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from executor.arguments import command, flag, parse, whole_number
 from executor.checkpoint import open_folder
 from executor.errors import PackError, shown
 from executor.geometry import DTYPES, ExpertGeometry
@@ -34,6 +33,7 @@ from executor.naming import Family, MoeShape
 from executor.quant import Bytes, raw
 from executor.store import CHECKSUMS, EXPERTS, MANIFEST, SHARED, SHARED_DTYPES, Manifest
 from policies.core.types import UserError
+from traces import command
 
 USAGE = """\
 python -m executor.pack checkpoint=DIR|FILE.gguf out=DIR dtype=q4_0|bf16|f32 [shared_dtype=bf16|f32]
@@ -294,7 +294,7 @@ def random_source(name: str, seed: int = 0, overrides: Mapping[str, Any] | None 
 
 
 def _source(given: Mapping[str, str]) -> Source:
-    if flag("random", given.get("random", "false")):
+    if command.flag(given, "random"):
         if "model" not in given or "checkpoint" in given:
             raise UserError("random=true needs model=NAME and no checkpoint=")
         overrides: dict[str, Any] = {}
@@ -304,9 +304,9 @@ def _source(given: Mapping[str, str]) -> Source:
                     overrides[key.removeprefix("config.")] = json.loads(text)
                 except ValueError as error:
                     raise UserError(f"{key}={text!r} is not a JSON value") from error
-        if "layers" in given:
-            overrides["num_hidden_layers"] = whole_number("layers", given["layers"], 1)
-        return random_source(given["model"], whole_number("seed", given.get("seed", "0")), overrides)
+        if (layers := command.whole_number(given, "layers")) is not None:
+            overrides["num_hidden_layers"] = layers
+        return random_source(given["model"], command.whole_number(given, "seed", least=0) or 0, overrides)
     only_random = [key for key in given if key in {"model", "seed", "layers"} or key.startswith("config.")]
     if only_random:
         raise UserError(f"{only_random[0]}= is for random=true; a checkpoint brings its own config")
@@ -320,10 +320,10 @@ def _source(given: Mapping[str, str]) -> Source:
     return open_folder(path)
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(arguments: Sequence[str]) -> int:
     """The command, with its arguments; raises instead of exiting."""
     keys = ("checkpoint", "out", "dtype", "shared_dtype", "random", "model", "seed", "layers")
-    given = parse(arguments, keys, prefixes=("config.",))
+    given = command.parse(arguments, keys, prefixes=("config.",))
     for key in ("out", "dtype"):
         if key not in given:
             raise UserError(f"{key}= is missing; --help shows the usage")
@@ -345,11 +345,12 @@ def run(arguments: Sequence[str]) -> None:
         f"{out}: {manifest.family}, {len(manifest.layers)} x {manifest.n_experts} experts of "
         f"{manifest.expert_bytes} bytes ({manifest.dtype}){noise}"
     )
+    return 0
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0, 2 for bad input, 130 if interrupted."""
-    return command(arguments, _usage, run, "nothing was kept")
+    return command.run(run, _usage, arguments, "nothing was kept")
 
 
 def _usage() -> str:

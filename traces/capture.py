@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from policies.core.types import ModelSpec, UserError
-from traces.command import parse, run
+from traces.command import flag, parse, run
 from traces.demo import MODEL
 from traces.format import COLUMN_DTYPES, NEXT_NORM_SCORES, NEXT_SCORES, Array
 from traces.lengths import read_lengths
@@ -121,9 +121,7 @@ def _value(name: str, text: str, default: Any) -> Any:
     if name in CHOICES and text not in CHOICES[name]:
         raise UserError(f"{name} is {text}, expected {' or '.join(CHOICES[name])}")
     if isinstance(default, bool):
-        if text not in ("true", "false"):
-            raise UserError(f"{name} is {text}, expected true or false")
-        return text == "true"
+        return flag({name: text}, name)
     if isinstance(default, (int, float)):
         least = 0 if name in ("seed", "temperature") else 1
         try:

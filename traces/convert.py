@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from policies.core.types import UserError
-from traces.command import parse, run, whole_number
+from traces.command import flag, parse, run, whole_number
 from traces.format import Trace
 from traces.readers import read
 from traces.readers.common import Options, Report
@@ -33,10 +33,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse(argv, KEYS)
     if missing := [key for key in ("source", "out") if key not in arguments]:
         raise UserError(f"{missing[0]}= is missing; usage: python -m traces.convert source=FILE out=FILE")
-    if (overwrite := arguments.get("overwrite", "false")) not in ("true", "false"):
-        raise UserError(f"overwrite is {overwrite}, expected true or false")
+    overwrite = flag(arguments, "overwrite")
     out = Path(arguments["out"])
-    if out.exists() and overwrite != "true":
+    if out.exists() and not overwrite:
         raise UserError(f"{out} exists; choose another out= or add overwrite=true")
     options = Options(
         n_experts=whole_number(arguments, "n_experts"),

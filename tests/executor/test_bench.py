@@ -91,7 +91,7 @@ def test_a_device_brings_its_own_link(tiny, tmp_path, capsys):
     ("more", "message"),
     [
         (["steps=9"], "give turns="),
-        (["turns=1"], "at least 2"),
+        (["turns=1"], "turns is 1, expected a whole number from 2"),
         (["torch_device=cpu", "runs=a,b"], "runs has several values"),
         (["mode=live", "workload=prompts", "record_trace=x.parquet"], "single runs"),
         (["kernel=x"], "no such setting"),

@@ -66,9 +66,9 @@ def test_help(module, monkeypatch, capsys):
     [
         ((), "source= is missing"),
         (("source=x",), "out= is missing"),
-        (("source=x", "out=y", "colour=red"), "unknown argument colour=red; expected source=, out=, format="),
+        (("source=x", "out=y", "colour=red"), "unknown key colour; expected source=, out=, format="),
         (("source=x", "source=z"), "source is given twice"),
-        (("x",), "unknown argument x"),
+        (("x",), "x is not key=value"),
         (("source=none.npz", "out=y"), "no such file: none.npz"),
         (("source=none.npz", "out=y", "n_experts=many"), "n_experts is many, expected a whole number from 1"),
         (("source=none.npz", "out=y", "top_k=0"), "top_k is 0, expected a whole number from 1"),
