@@ -25,7 +25,8 @@ from pathlib import Path
 from conf.cells import recorded
 from executor.compose import settings_of
 from executor.interleave import take_turns
-from executor.pack import random_source, write_pack
+from executor.pack import random_source
+from executor.pack_writer import write_pack
 from executor.run import OpenRun
 from policies.build import build_core
 from policies.core.journal import read_journal, refeed

@@ -25,7 +25,8 @@ from executor.calibrate import Setting, ShortRun, calibrate, describe, link_run,
 from executor.compose import settings_of
 from executor.interleave import interleave, until
 from executor.machine import set_threads
-from executor.pack import random_source, write_pack
+from executor.pack import random_source
+from executor.pack_writer import write_pack
 from executor.profile import LinkRun, as_seen, fewest_readers, write_profile
 from executor.run import Measure
 from executor.store import ExpertStore

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from executor.checkpoint import open_folder
-from executor.pack import write_pack
+from executor.pack_writer import write_pack
 from traces.demo import MODEL
 
 NAME = "demo"

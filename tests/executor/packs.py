@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import random_model, tiny_config
 
 from executor.checkpoint import open_folder
-from executor.pack import write_pack
+from executor.pack_writer import write_pack
 from executor.reader import Completions
 from executor.sources import IoOps
 from executor.store import ExpertStore

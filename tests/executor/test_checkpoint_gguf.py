@@ -22,7 +22,7 @@ from tiny_models import random_model
 
 from executor.errors import PackError
 from executor.gguf_file import open_gguf
-from executor.pack import write_pack
+from executor.pack_writer import write_pack
 from executor.quant import dequantise_views, join_blocks
 from executor.store import ExpertStore
 

@@ -17,7 +17,8 @@ from executor.__main__ import main  # noqa: E402
 from executor.compose import settings_of  # noqa: E402
 from executor.fast.choice import check_choice, why_declined  # noqa: E402
 from executor.live_predictor import LivePredictor  # noqa: E402
-from executor.pack import random_source, write_pack  # noqa: E402
+from executor.pack import random_source  # noqa: E402
+from executor.pack_writer import write_pack  # noqa: E402
 from executor.settings import MachineSettings  # noqa: E402
 from executor.store import ExpertStore  # noqa: E402
 from policies.core.types import UserError  # noqa: E402

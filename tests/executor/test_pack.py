@@ -21,7 +21,8 @@ from executor.checkpoint import open_folder
 from executor.errors import PackError
 from executor.known_models import MODELS
 from executor.naming import family_of, moe_shape
-from executor.pack import main, random_source, write_pack
+from executor.pack import main, random_source
+from executor.pack_writer import write_pack
 from executor.quant import dequantise_views
 from executor.skeleton import complete_config
 from executor.store import ExpertStore

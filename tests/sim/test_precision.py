@@ -13,6 +13,7 @@ from policies.eviction.moe_infinity import MoEInfinityScore
 from policies.prefetch import OraclePredictor
 from policies.walk import lockstep_batches, walk
 from sim import coverage, precision
+from sim.precision_table import COLUMNS
 from traces.format import RequestTrace, Trace
 from traces.storage import write_trace
 
@@ -219,7 +220,7 @@ def test_the_command_writes_the_table_and_the_picture(tmp_path, capsys):
     )
     with (tmp_path / "a" / "precision.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == precision.COLUMNS
+    assert tuple(rows[0]) == COLUMNS
     assert len(rows) == 8 * (1 + 2 * 2)
     for row in rows:
         assert 0 <= float(row["precision"]) <= 1
