@@ -62,15 +62,15 @@ def table(means: pd.DataFrame, ours: str) -> str:
     return shown.rename_axis(index="missing from", columns=None).to_string() + "\n"
 
 
-def draw(means: pd.DataFrame, ours: str, width: int) -> Figure:
-    """One line a system; ``ours`` is drawn over the others."""
+def draw(means: pd.DataFrame, ours: str, width: int, broken: Sequence[str] = ()) -> Figure:
+    """One line a system; ``ours`` is drawn over the others, ``broken`` ones without a result are named."""
     import matplotlib.style  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     from analysis.bars import STYLE  # noqa: PLC0415
 
     with matplotlib.style.context(STYLE):
-        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+        figure = Figure(figsize=(5.2, 3.7), layout="constrained")
         axes = figure.subplots()
         marks = zip(
             ("o", "s", "^", "D", "v", "P", "X"),
@@ -92,7 +92,9 @@ def draw(means: pd.DataFrame, ours: str, width: int) -> Figure:
             )
         axes.set(xlabel="Missing experts per step", ylabel="Step time (ms)")
         axes.grid(visible=True)
-        axes.legend(loc="lower right")
+        for label in broken:
+            axes.plot([], [], color="black", marker="x", linestyle="none", label=f"{label}: no result")
+        figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 

@@ -27,13 +27,9 @@ def draw(study: Study) -> Drawing:
         raise UserError("Figure 11 needs static groupings beside Bevy; run experiment=fig11")
     below = others.min(axis=1) - means[ours]
     best = others.idxmin(axis=1)
-    figure = misses.draw(means, ours, width)
-    names = study.labels("system")
-    broken = [label for label in names.values() if label not in means.columns]
-    for label in broken:
-        figure.axes[0].plot([], [], color="black", marker="x", linestyle="none", label=f"{label}: no result")
+    broken = [label for label in study.labels("system").values() if label not in means.columns]
+    figure = misses.draw(means, ours, width, broken)
     figure.axes[0].locator_params(axis="x", integer=True)
-    figure.axes[0].legend(loc="upper left", fontsize=7)
     values = means.assign(fastest_static=best, bevy_below_ms=below).rename_axis("missing_from").reset_index()
     changing = (
         f"the fastest of them goes from {best.iloc[0]} to {best.iloc[-1]}"
