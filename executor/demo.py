@@ -139,6 +139,7 @@ def demo(options: Options, *, measure: Measure, predict: Predict) -> Demo:
     base.append(f"readers={readers}")
     smallest = f"cache.fraction={FRACTIONS[0]}"
     first = short_run([*base, "link=raw", "system=llama_cpp_lfu", smallest], 4)
+    setting = Setting((*quick, f"readers={readers}"), REQUESTS, 4)
     steps = options.steps or MAX_STEPS
     _say(f"up to {steps} steps a system and cell, in turns of two")
     groups: list[Group] = []
@@ -149,7 +150,6 @@ def demo(options: Options, *, measure: Measure, predict: Predict) -> Demo:
         link = [f"link={name}"]
         if name == "paced":
             link.append(f"bytes_per_s={_round(groups[0].fetched_bytes / (RHO * groups[-1].compute_s))}")
-        setting = Setting((*quick, f"readers={readers}"), REQUESTS, 4)
         reading[name] = link_run(setting, found, spec.n_layers, *link, smallest)
         _say(f"{', '.join(link)}:\n{describe(found, reading[name])}")
         for fraction in FRACTIONS:

@@ -64,7 +64,8 @@ def figure_2(overrides: Sequence[str], config_dir: Path | None) -> int:
     scale = given.get("scale", "paper")
     folder = Path(given.get("runs", "runs")) / study_of("precision", scale)
     if not (folder / "precision.csv").is_file() or given.get("force") == "true":
-        others = [f"{key}={value}" for key, value in given.items() if key not in ("experiment", "seed", *NOT_RESULTS)]
+        elsewhere = ("experiment", *precision.NOT_HERE, *NOT_RESULTS)
+        others = [f"{key}={value}" for key, value in given.items() if key not in elsewhere]
         seeds = given.get("seed", "0")
         small = [] if scale == "paper" else ["steps=24", "warmup=8", "sizes=0.2,0.4,0.6", "draws=2"]
         own = [f"out={folder}", f"seeds={seeds}", *([f"config_dir={config_dir}"] if config_dir else [])]

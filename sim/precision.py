@@ -197,11 +197,11 @@ def _places(workload: Any, steps: int) -> list[list[tuple[RequestId, int]]]:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    own = command.parse([word for word in argv if word.partition("=")[0] in OWN], OWN)
-    overrides = [*DEFAULTS, *(word for word in argv if word.partition("=")[0] not in OWN)]
-    for key in [word.partition("=")[0] for word in overrides]:
+    own, given = command.split(argv, OWN)
+    for key in [word.partition("=")[0] for word in given]:
         if key in NOT_HERE:
             raise UserError(f"{key}= has no effect in this study; {NOT_HERE[key]}")
+    overrides = [*DEFAULTS, *given]
     study = _study(own)
     names = own.get("predictors", "next_gate,finemoe,learned_linear").split(",")
     seeds = [command.whole_number({"seeds": seed}, "seeds", least=0) for seed in own.get("seeds", "0").split(",")]

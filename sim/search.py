@@ -34,7 +34,7 @@ SHOWN = 5
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    own = command.parse([word for word in argv if word.partition("=")[0] in OWN], OWN)
+    own, settings = command.split(argv, OWN)
     trials = command.whole_number(own, "trials") or 40
     seed = command.whole_number(own, "sampler_seed", least=0) or 0
     try:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     except ImportError:
         raise UserError("the search needs Optuna, which is not installed; pip install optuna") from None
     with composing() as more:
-        kept, varied = lists([*more, *(word for word in argv if word.partition("=")[0] not in OWN)])
+        kept, varied = lists([*more, *settings])
     if "experiment" in varied:
         raise UserError(f"a search is of one experiment; give one of {', '.join(varied['experiment'])}")
     kept += [f"seed={','.join(seeds)}" for seeds in [varied.pop("seed", None)] if seeds]

@@ -8,7 +8,7 @@ import pytest
 
 from analysis.__main__ import main as analysis
 from analysis.figures import NAMES, OF_RUNS
-from sim.__main__ import main
+from sim.__main__ import figure_2, main
 
 TINY = (
     "model=olmoe_1b_7b",
@@ -37,6 +37,14 @@ def test_every_figure_from_one_command_and_the_page_from_another(capsys: pytest.
     assert (Path("runs") / "precision_smoke" / "fig2.svg").stat().st_size > 50
     assert analysis(["report", "scale=smoke"]) == 0
     assert Path("report.html").read_text().count("data:image/png") == len(NAMES)
+
+
+def test_figure_2_leaves_out_what_is_for_runs_of_a_system() -> None:
+    """Narrowed to a system or with another prefetch, all figures still have this one."""
+    assert (
+        figure_2([*TINY, "experiment=all_figures", "scale=smoke", "system=bevy", "prefetch=none", "seed=1"], None) == 0
+    )
+    assert (Path("runs") / "precision_smoke" / "precision.csv").is_file()
 
 
 def test_a_broken_policy_is_a_marked_gap_and_a_failed_command(
