@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from conf.job_times import Affine, Curve, JobTimes, SmallProducts, Table, roofline
 from conf.models import ModelConfig
-from conf.sharing import FairShare, GpuSharing, HostSharing, fixed_slots, one_at_a_time
+from conf.sharing import DriverSharing, FairShare, GpuSharing, HostSharing, fixed_slots, one_at_a_time
 from policies.core.types import UserError
 
 SOURCES = ("measured", "fitted", "assumed")
@@ -43,6 +43,7 @@ class DeviceConfig:
     sources: Mapping[str, str]
     cpu: HostSharing | None = None
     fetch_s: float = 0.0
+    driver: DriverSharing = DriverSharing()
 
     @property
     def host_times(self) -> dict[str, float] | None:
@@ -83,6 +84,7 @@ class DeviceConfig:
             sources=root.sources,
             cpu=_cpu(root.section("cpu"), model) if root.has("cpu") else None,
             fetch_s=sharing.latency_s + model.expert_bytes / sharing.bytes_per_s,
+            driver=_driver(root.section("driver")) if root.has("driver") else DriverSharing(),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -97,6 +99,7 @@ class DeviceConfig:
             "read_splits": self.link.read_splits,
             "contention": self.gpu.contention,
             "host_s": self.gpu.host_s,
+            "driver": asdict(self.driver),
             "sources": dict(self.sources),
         }
 
@@ -237,6 +240,10 @@ def _cpu(section: _Section, model: ModelConfig) -> HostSharing:
         token_share=section.number("token_share"),
         move_s=section.number("move_s"),
     )
+
+
+def _driver(section: _Section) -> DriverSharing:
+    return DriverSharing(*(section.number(key) for key in ("batch_s", "request_s", "fetch_s")))
 
 
 def _times(gpu: _Section, model: ModelConfig) -> tuple[JobTimes, str]:

@@ -1,4 +1,4 @@
-"""How what is in flight shares a device: reads on the link, batches on the GPU.
+"""How what is in flight shares a device: reads on the link, batches on the GPU, answers on the driver.
 
 Owns the constants and their meaning.  Knows no clock and nothing that is in flight.
 
@@ -63,6 +63,19 @@ class GpuSharing:
     streams: int = 1
     overlap_speedup: float = 1.0
     contention: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DriverSharing:
+    """The one thread that decides, launches batches and starts reads, for which all that completes waits in turn.
+
+    ``batch_s``: a completed batch and what is launched after it; ``request_s``: each of its requests; ``fetch_s``: a
+    read, from its start to its end.
+    """
+
+    batch_s: float = 0.0
+    request_s: float = 0.0
+    fetch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,11 @@ from sim.link import Link
 
 
 class SimBackend:
-    """One link and one GPU, and the host's CPU if the device has one.
+    """One link, one GPU and one driver, and the host's CPU if the device has one.
 
     ``contexts(request)``: its context in tokens, asked once a step.  ``first_step``: the number of the first step.
     No process and no SimPy event for each command: link and GPU keep one alarm each.
+    The driver is busy with completions before the core hears of them; what completes meanwhile waits for the next turn.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class SimBackend:
         contended = device.gpu.contention != 1.0
         self.link = Link(self._env, device.link, self._landed, self._gpu.link_busy if contended else None)
         self._host = Host(self._env, device.cpu, self._hosted) if device.cpu else None
+        self._driver = device.driver
+        self._owed_s = 0.0  # the driver's time for what has completed and was not handed on
         self._n_layers = model.n_layers
         self._expert_bytes = float(model.expert_bytes)
         self._seconds = device.times.seconds
@@ -81,7 +84,9 @@ class SimBackend:
             raise ProtocolError(f"{command!r} is nothing that a backend carries out")
 
     def wait(self) -> list[Event]:
-        """Let time pass until something completes; all completions of that instant, in their order.
+        """Let time pass until something completes, and the driver has taken up all that completed at that instant.
+
+        In the order of completion.
 
         Raises:
             DeadlockError: nothing is in flight, so nothing can complete.
@@ -105,14 +110,19 @@ class SimBackend:
             env.step()
         done = self._done.copy()
         self._done.clear()
+        if self._owed_s:
+            until_s, self._owed_s = env.now + self._owed_s, 0.0
+            self.idle(until_s)
         return done
 
     def idle(self, until_s: float) -> None:
-        """Let time pass to ``until_s``; reads that are on their way go on, and the next ``wait`` reports them."""
-        env, link, gpu = self._env, self.link, self._gpu
+        """Let time pass to ``until_s``; what is on its way goes on, and the next ``wait`` reports it."""
+        env, link, gpu, host = self._env, self.link, self._gpu, self._host
         while True:
             link.arm()
             gpu.arm()
+            if host is not None:
+                host.arm()
             if env.peek() > until_s:
                 break
             env.step()
@@ -134,6 +144,7 @@ class SimBackend:
         self._gpu.start(command.batch, work_s)
 
     def _landed(self, fetch: int) -> None:
+        self._owed_s += self._driver.fetch_s
         self._done.append(FetchDone(fetch))
 
     def _hosted(self, task: int) -> None:
@@ -141,6 +152,7 @@ class SimBackend:
 
     def _computed(self, batch: int) -> None:
         command = self._running.pop(batch)
+        self._owed_s += self._driver.batch_s + self._driver.request_s * len(command.requests)
         layer = command.layer + 1  # ENTRY has layer -1
         gates: tuple[Gate, ...] = ()
         if layer < self._n_layers:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from conf.devices import DeviceConfig
 from conf.job_times import Affine
 from conf.models import Attention, ModelConfig
-from conf.sharing import FairShare, GpuSharing
+from conf.sharing import DriverSharing, FairShare, GpuSharing
 from policies.core.core import DecisionCore
 from policies.core.driver import drive
 from policies.core.messages import Compute, ComputeDone, Fetch, FetchDone, Gate, StepBegin, StepEnd
@@ -51,7 +51,7 @@ def tiny(n_layers=2, n_experts=8, top_k=1):
     )
 
 
-def device(model, link=None, gpu=None, request_s=C, token_s=0.0):
+def device(model, link=None, gpu=None, request_s=C, token_s=0.0, driver=DriverSharing()):
     """``link``: 1 MB/s fair among 8 readers unless given, so an expert of 3 MB takes 3 s alone."""
     times = Affine(model.n_layers, A, SHARE, B, lambda tokens: request_s + token_s * tokens, K)
     return DeviceConfig(
@@ -63,6 +63,7 @@ def device(model, link=None, gpu=None, request_s=C, token_s=0.0):
         fetch_slots=8,
         times_from="test",
         sources={},
+        driver=driver,
     )
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 from sim_world import SHARE, A, B, C, K, device, play, tiny, union_s
 
-from conf.sharing import FairShare, GpuSharing, fixed_slots, one_at_a_time
+from conf.sharing import DriverSharing, FairShare, GpuSharing, fixed_slots, one_at_a_time
 from policies.core.messages import Fetch
 from policies.core.types import Phase
 
@@ -131,6 +131,33 @@ def test_two_in_flight_hide_the_host():
         dev = device(model, gpu=GpuSharing(host_s=1.0))
         tape, _ = play(model, dev, table, 2, kind=[1, 1], steps=2, compute_slots=slots)
         assert spans(tape)[1] == pytest.approx(work + exposed * 1.0)
+
+
+def test_a_chain_pays_its_driver_for_every_completion():
+    layers, n = 4, 3
+    model = tiny(layers, top_k=2)
+    dev = device(model, driver=DriverSharing(batch_s=10.0, request_s=1.0, fetch_s=0.25))
+    tape, _ = play(model, dev, [[[[0, 1]] * layers] * n], n, kind="batch")
+    compute = layers * (A + 2 * B + n * C) + K
+    driver = (layers + 2) * (10.0 + n * 1.0) + layers * 2 * 0.25
+    assert spans(tape) == pytest.approx([compute + layers * 2 * FETCH + driver])
+
+
+def test_what_completes_while_the_driver_is_busy_waits_for_its_turn():
+    """Two requests, a read at a time, a completed batch costs 1 s and a read 2 s.
+
+    ENTRY ends at 3 and is taken up by 4; the reads land at 7 and 10.  The first is taken up by 9, and request 0 runs
+    9 to 15.5; the second by 12.  Request 1 runs 16.5 to 23 beside the read of 16.5 to 19.5, taken up by 21.5.  Request
+    0's last job runs 24 to 28, but from 27 to 29 the driver is busy with request 1's last read: its end is taken up by
+    30, request 1 runs 30 to 34 and the head 35 to 42.
+    """
+    model = tiny(2)
+    dev = device(model, link=one_at_a_time(1e6), driver=DriverSharing(batch_s=1.0, fetch_s=2.0))
+    tape, _ = play(model, dev, [[[[0], [0]], [[1], [1]]]], 2)
+    assert [start for _, start, _ in tape.computes] == pytest.approx([0, 9, 16.5, 24, 30, 35])
+    assert [end for _, _, end in tape.computes] == pytest.approx([4, 16.5, 24, 30, 35, 43])
+    assert [end for _, _, end in tape.fetches] == pytest.approx([9, 12, 21.5, 29])
+    assert tape.ends == pytest.approx([43.0])
 
 
 def test_two_streams_shorten_the_work():
