@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -43,7 +43,7 @@ class DeviceConfig:
     sources: Mapping[str, str]
     cpu: HostSharing | None = None
     fetch_s: float = 0.0
-    driver: DriverSharing = DriverSharing()
+    driver: DriverSharing = field(default_factory=DriverSharing)
 
     @property
     def host_times(self) -> dict[str, float] | None:
@@ -243,7 +243,7 @@ def _cpu(section: _Section, model: ModelConfig) -> HostSharing:
 
 
 def _driver(section: _Section) -> DriverSharing:
-    return DriverSharing(*(section.number(key) for key in ("batch_s", "request_s", "fetch_s")))
+    return DriverSharing(*(section.number(key) for key in ("batch_s", "request_s", "prediction_s", "fetch_s")))
 
 
 def _times(gpu: _Section, model: ModelConfig) -> tuple[JobTimes, str]:

@@ -22,6 +22,7 @@ import torch
 from conf.cells import recorded
 from executor import host
 from executor.compose import settings_of
+from executor.driver_fit import DriverRun, driver_run, fit_driver, fit_gpu
 from executor.experts import add_experts
 from executor.job_fit import JobSample, contention, fit_jobs, job_samples
 from executor.link_curve import LinkPoint, check_rate, measure_curve, memory_bytes_per_s, pcie_bytes_per_s
@@ -51,6 +52,9 @@ Measures this machine with a pack and writes a device profile and the pack's mod
   bytes_per_s   the link paced to this rate, instead of as fast as it goes
 """
 
+MISSING_FRACTION = 0.3
+"""A cache in which experts are missing."""
+
 WARMUP = 48
 """Steps that fill the cache before a short run, all but ``settle`` of them in the core alone."""
 
@@ -64,7 +68,10 @@ def systems(concurrency: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ShortRun:
-    """A few steps of one system, seen through its journal; seconds and bytes are sums over ``steps`` real steps."""
+    """A few steps of one system, seen through its journal; seconds and bytes are sums over ``steps`` real steps.
+
+    ``copy_bytes_per_s``: of copies from host memory alone, and ``driver``: where the driver launches and copies itself.
+    """
 
     samples: list[JobSample]
     steps: int
@@ -72,8 +79,10 @@ class ShortRun:
     fetched_bytes: int
     link_busy_s: float
     expert_s: float | None
+    copy_bytes_per_s: float | None
     decoder: Decoder
     clocks: dict[str, Any] | None
+    driver: DriverRun | None
 
     @property
     def compute_s(self) -> float:
@@ -103,20 +112,24 @@ def short_run(
         with OpenRun(recorded(settings), path, shared, memory) as run:
             run.decode()
             alone_s = expert_seconds(run) if time_experts and run.fast is None else None
+            copies = copy_bytes_per_s(run) if run.link.poll is not None else None
         records = [record for record in read_journal(path)[1] if record.t_s > 0]
     invalid = host.why_invalid(run.meter, run.link.mode.measures_disk) if run.machine.store == "disk" else []
     if invalid and not run.machine.allow_buffered:
         raise UserError(f"the calibration is invalid: {invalid[0]}")
     begins = [r.t_s for r in records if isinstance(r.events[0], StepBegin)]
+    samples, waited_s = job_samples(records), run.backend.times.blocked_s
     return ShortRun(
-        samples=job_samples(records),
+        samples=samples,
         steps=len(begins),
         step_s=records[-1].t_s - begins[0],
         fetched_bytes=sum(isinstance(c, Fetch) for r in records for c in r.commands) * run.store.stride,
         link_busy_s=_link_busy_s(records),
         expert_s=alone_s,
+        copy_bytes_per_s=copies,
         decoder=run.decoder,
         clocks=run.clocks.describe(),
+        driver=driver_run(records, samples, waited_s) if run.fast is not None else None,
     )
 
 
@@ -152,6 +165,16 @@ def expert_seconds(run: OpenRun, at_once: int = 16, most: int = 256) -> float:
     return float(np.median(times)) / at_once
 
 
+def copy_bytes_per_s(run: OpenRun, most: int = 512) -> float:
+    """Rate of copies of cached experts into the slots in which they lie, queued one behind the other."""
+    residents = {expert: entry.slot for expert, entry in list(run.core.cache.entries.items())[:most]}
+    began_s = time.perf_counter()
+    run.backend.read(residents)
+    for expert in residents:
+        run.backend.landed(expert)
+    return len(residents) * run.store.stride / (time.perf_counter() - began_s)
+
+
 def _link_busy_s(records: Sequence[Record]) -> float:
     flying: set[int] = set()
     busy_s, last_s = 0.0, records[0].t_s
@@ -168,6 +191,7 @@ class Setting:
     """What is calibrated.
 
     ``words``: pack, workload and the machine's settings.  ``shared``, ``memory``: as for ``OpenRun``.
+    ``predicting``: a system that prefetches by predictions, if the driver's time for them is to be known.
     """
 
     words: tuple[str, ...]
@@ -175,6 +199,7 @@ class Setting:
     steps: int
     shared: Decoder | None = None
     memory: MemoryPack | None = None
+    predicting: str | None = None
 
     def run(self, *more: str, shared: Decoder | None = None, time_experts: bool = False) -> ShortRun:
         """A few steps; ``more``: the system and its cache."""
@@ -190,23 +215,38 @@ def calibrate(setting: Setting, *, context_tokens: int | None) -> Calibration:
     (settings,) = settings_of([*setting.words, "system=llama_cpp_lfu"])
     machine = MachineSettings.from_settings(settings)
     store = ExpertStore.open(machine.pack)
-    samples: list[JobSample] = []
-    experts_s: list[float] = []
+    runs: list[ShortRun] = []
     shared = setting.shared
-    clocks = None
     for system in systems(setting.concurrency):
         where = (f"cache.fraction={_fitting(store, machine.torch_device)}", "settle=1")
-        run = setting.run(f"system={system}", *where, shared=shared, time_experts=True)
-        shared, clocks = run.decoder, run.clocks
-        samples += run.samples
-        experts_s += [] if run.expert_s is None else [run.expert_s]
+        runs.append(setting.run(f"system={system}", *where, shared=shared, time_experts=True))
+        shared = runs[-1].decoder
+    samples = [sample for run in runs for sample in run.samples]
+    experts_s = [run.expert_s for run in runs if run.expert_s is not None]
     memory = memory_bytes_per_s(machine.torch_device)
-    fit = fit_jobs(samples, store.spec.n_layers, float(np.median(experts_s)) if experts_s else None)
+    drivers = [run.driver for run in runs if run.driver is not None]
+    driver = copies = None
+    if drivers:
+        missing = _missing(setting, store, shared)
+        driver = fit_driver([*drivers, *(run.driver for run in missing if run.driver is not None)])
+        fit = fit_gpu([run.samples for run in runs], drivers, driver)
+        copies = missing[0].copy_bytes_per_s
+    else:
+        fit = fit_jobs(samples, store.spec.n_layers, float(np.median(experts_s)) if experts_s else None)
     if experts_s and fit.expert_s > 0:
         check_rate("an expert's products", store.expert_bytes / fit.expert_s, [("this machine's memory rate", memory)])
     pcie = pcie_bytes_per_s(store.experts_path)
     curve = _disk_curve(store, pcie) if machine.store == "disk" else []
-    return Calibration(tuple(curve), fit, tuple(samples), memory, pcie, clocks, context_tokens)
+    clocks = runs[-1].clocks
+    return Calibration(tuple(curve), fit, tuple(samples), memory, pcie, clocks, context_tokens, driver, copies)
+
+
+def _missing(setting: Setting, store: ExpertStore, shared: Decoder | None) -> list[ShortRun]:
+    """Runs that read: what a read and a prediction cost the driver."""
+    needed = setting.concurrency * store.spec.top_k
+    where = (f"cache.fraction={max(MISSING_FRACTION, 2 * needed / store.n_total)}", "settle=4")
+    chosen = [systems(setting.concurrency)[0], systems(setting.concurrency)[-1], setting.predicting]
+    return [setting.run(f"system={system}", *where, shared=shared) for system in chosen if system is not None]
 
 
 def _disk_curve(store: ExpertStore, pcie: float | None) -> list[LinkPoint]:
@@ -220,7 +260,12 @@ def _disk_curve(store: ExpertStore, pcie: float | None) -> list[LinkPoint]:
 
 
 def link_run(setting: Setting, found: Calibration, n_layers: int, *more: str) -> LinkRun:
-    """Bevy over the link for a few steps: the rate that it sees, and how much reading slows computing."""
+    """Bevy over the link for a few steps: the rate that it sees, and how much reading slows computing.
+
+    Where the driver copies itself the rate is that of copies alone: what it loses in a run is the driver's time.
+    """
+    if found.copy_bytes_per_s is not None:
+        return LinkRun(found.copy_bytes_per_s, 1.0, True)
     run = setting.run(*more, "system=bevy")
     in_order = "link=paced" in (*setting.words, *more) or {"store=ram", "torch_device=cuda"} <= set(setting.words)
     return LinkRun(run.bytes_per_s, contention(run.samples, found.fit, n_layers), in_order)
@@ -266,7 +311,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def describe(found: Calibration, link: LinkRun) -> str:
-    """The profile in three lines."""
+    """The profile in three lines, or four where the driver has constants of its own."""
     fit = found.fit
     best = max(found.curve, key=lambda point: point.bytes_per_s, default=None)
     alone = (
@@ -276,11 +321,21 @@ def describe(found: Calibration, link: LinkRun) -> str:
         f"{1e3 * seconds:.3f} ms{what}"
         for seconds, what in ((fit.layer_s, ""), (fit.expert_s, " an expert"), (fit.request_s, " a request"))
     )
+    own = found.driver
+    driver = (
+        []
+        if own is None
+        else [
+            f"  driver {1e6 * own.batch_s:.0f} us a batch + {1e6 * own.request_s:.0f} a request "
+            f"+ {1e6 * own.prediction_s:.0f} a request with predictions + {1e6 * own.fetch_s:.0f} a read"
+        ]
+    )
     return "\n".join(
         [
             f"  link   {link.bytes_per_s / 1e9:.2f} GB/s in a run of Bevy; alone at most {alone}",
             f"  job    {job}; head {1e3 * fit.head_s:.2f} ms; spread {fit.spread:.0%} over {fit.samples} jobs",
             f"  beside a read a job takes {link.contention:.2f} times as long",
+            *driver,
         ]
     )
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from conf.cells import cell_name, check, recorded
 from executor import host
 from executor.calibrate import Setting, calibrate, link_run
+from executor.calibrate import describe as describe_profile
 from executor.compose import settings_of
 from executor.interleave import CHUNK_STEPS, interleave, until
 from executor.machine import MemoryPack, set_threads
@@ -194,12 +195,14 @@ class Profiles:
         key = (*setting.words, str(setting.concurrency))
         if key in self._found:
             return
+        setting = replace(setting, predicting=_predicting(group))
         _say(f"calibrating with {setting.concurrency} requests")
         self._found[key] = None
         store = ExpertStore.open(machine.pack)
         found = calibrate(setting, context_tokens=None)
         cache = f"cache.slots={cache_slots(cell, store.spec)}"
         self._found[key] = found, link_run(setting, found, store.spec.n_layers, cache)
+        _say(describe_profile(*self._found[key]))
         _release()
 
     def of(self, group: Turns, summaries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -218,7 +221,8 @@ class Profiles:
         found, link = measured
         base = next((i for i, each in enumerate(group.cells) if each["system"]["name"] == BASELINE), 0)
         rate = summaries[base]["link_bytes_per_s"]
-        seen = {"bytes_per_s": rate or link.bytes_per_s, "readers": machine.readers}
+        rate = found.copy_bytes_per_s or rate or link.bytes_per_s
+        seen = {"bytes_per_s": rate, "readers": machine.readers}
         return as_seen("here", ExpertStore.open(machine.pack), found, link, run=group.folders[base], **seen)
 
     def _setting(self, cell: Mapping[str, Any], machine: MachineSettings) -> Setting:
@@ -229,6 +233,12 @@ class Profiles:
         memory = self._memory if machine.store == "ram" else None
         words += tuple(self._workload or ())
         return Setting(words, int(cell["concurrency"]), CALIBRATION_STEPS, self._shared, memory)
+
+
+def _predicting(group: Turns) -> str | None:
+    """The first system that prefetches by predictions, if any does."""
+    names = (str(cell["system"]["name"]) for cell in group.cells if cell["prefetch"].get("predictor"))
+    return next(names, None)
 
 
 def share(groups: Sequence[Turns], stack: ExitStack) -> tuple[Decoder, MemoryPack | None]:

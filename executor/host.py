@@ -69,7 +69,7 @@ class HostTimes:
     """Where a batch's time went: sums in seconds over ``batches``.
 
     Of a backend whose driver launches batches itself (``executor.fast``): ``start_s`` is the launch, ``compute_s`` from
-    there until it was seen that the batch had run, and ``blocked_s`` how long of that the driver slept.
+    there until it was seen that the batch had run, and ``blocked_s`` how long the driver waited with nothing to do.
     """
 
     batches: int = 0

@@ -103,9 +103,9 @@ def fit_jobs(samples: Sequence[JobSample], n_layers: int, expert_s: float | None
     requests = np.array([s.requests for s in quiet], dtype=np.float64)
     design = np.stack([np.ones_like(seconds), requests, experts], axis=1) / seconds[:, None]
     if expert_s is None:
-        *constants, expert_s = _least_squares(design, np.ones_like(seconds))
+        *constants, expert_s = least_squares(design, np.ones_like(seconds))
     else:
-        constants = _least_squares(design[:, :2], np.maximum(1 - expert_s * experts / seconds, 0.0))
+        constants = least_squares(design[:, :2], np.maximum(1 - expert_s * experts / seconds, 0.0))
     # Relative errors favour what is short: the mean over all jobs must still be right.
     scale = float(seconds.mean() / (constants[0] + constants[1] * requests + expert_s * experts).mean())
     layer_s, request_s = (constant * scale for constant in constants)
@@ -121,7 +121,7 @@ def fit_jobs(samples: Sequence[JobSample], n_layers: int, expert_s: float | None
     )
 
 
-def _least_squares(design: Columns, right: Columns) -> list[float]:
+def least_squares(design: Columns, right: Columns) -> list[float]:
     """The best constants of which none is negative: of all subsets of the columns, the one with the least error."""
     best, least = np.zeros(design.shape[1]), float(right @ right)
     columns = range(design.shape[1])

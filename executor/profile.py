@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from conf.sharing import DriverSharing
 from executor import host
+from executor.driver_fit import driver_level, scaled
 from executor.job_fit import JobFit, JobSample, job_samples, level, table
 from executor.link_curve import LinkPoint
 from executor.pack_model import model_node
@@ -23,7 +25,11 @@ from policies.core.journal import read_journal
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured.  ``samples``: of runs with all experts at hand; ``spread`` of the fit is in ``fit``."""
+    """What was measured.  ``samples``: of runs with all experts at hand; ``spread`` of the fit is in ``fit``.
+
+    ``driver``: its constants where it launches batches itself; then ``fit`` is the GPU's time alone, and if it copies
+    itself, ``copy_bytes_per_s`` the link's.
+    """
 
     curve: tuple[LinkPoint, ...]
     fit: JobFit
@@ -32,6 +38,8 @@ class Calibration:
     pcie_bytes_per_s: float | None
     clocks: Mapping[str, Any] | None
     context_tokens: int | None
+    driver: DriverSharing | None = None
+    copy_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,12 @@ def as_seen(
     What a job's time is made of is the calibration's; how fast machine and link were in that minute, the run's.
     """
     samples = job_samples(record for record in read_journal(run / "journal.jsonl.gz")[1] if record.t_s > 0)
-    then = replace(found, fit=found.fit.scaled(level(samples, found.fit, store.spec.n_layers)))
+    n_layers = store.spec.n_layers
+    if found.driver is not None:
+        slower = driver_level(samples, found.fit, found.driver, n_layers)
+        then = replace(found, driver=scaled(found.driver, slower))
+    else:
+        then = replace(found, fit=found.fit.scaled(level(samples, found.fit, n_layers)))
     return profile(name, store, then, replace(link, bytes_per_s=bytes_per_s), readers=readers)
 
 
@@ -107,12 +120,13 @@ def profile(name: str, store: ExpertStore, found: Calibration, link: LinkRun, *,
         "link": sharing,
         "gpu": {
             "contention": _marked(link.contention, "jobs beside reads over jobs without, Bevy"),
-            "host_s": _marked(0.0, "contained in a of the fit: from decision to notice"),
+            "host_s": _marked(0.0, f"contained in {'the driver' if found.driver else 'a of the fit'}"),
             "streams": _marked(1, "one compute thread"),
             "overlap_speedup": {"value": 1.0, "source": "assumed", "note": "one compute thread"},
             "roofline": roofline,
             "fits": {"pack": affine},
         },
+        **_driver(found),
         "measured": {
             "machine": host.versions(),
             "clocks": dict(found.clocks) if found.clocks else None,
@@ -123,6 +137,13 @@ def profile(name: str, store: ExpertStore, found: Calibration, link: LinkRun, *,
             "fit_spread": fit.spread,
         },
     }
+
+
+def _driver(found: Calibration) -> dict[str, Any]:
+    if found.driver is None:
+        return {}
+    note = "least squares over runs with and without reads"
+    return {"driver": {key: _marked(value, note) for key, value in asdict(found.driver).items()}}
 
 
 def _marked(value: float, note: str) -> dict[str, Any]:

@@ -151,10 +151,12 @@ class SimBackend:
         self._done.append(HostDone(task))
 
     def _computed(self, batch: int) -> None:
-        command = self._running.pop(batch)
-        self._owed_s += self._driver.batch_s + self._driver.request_s * len(command.requests)
+        command, driver = self._running.pop(batch), self._driver
+        self._owed_s += driver.batch_s + driver.request_s * len(command.requests)
         layer = command.layer + 1  # ENTRY has layer -1
         gates: tuple[Gate, ...] = ()
         if layer < self._n_layers:
             gates = self._routing.gates(self._step, command.requests, layer)
+            if gates[0].predicted:
+                self._owed_s += driver.prediction_s * len(gates)
         self._done.append(ComputeDone(batch, gates))

@@ -108,18 +108,20 @@ class StreamBackend(MachineBackend):
         Raises what went wrong on another thread.
         """
         inbox = self._inbox
+        began_s = now_s = time.perf_counter()
         if not self._running:
-            return inbox.take()
+            events = inbox.take()
+            self.times.blocked_s += time.perf_counter() - began_s
+            return events
         while True:
             inbox.receive(0.0)
             events = inbox.at_hand()
-            now_s = time.perf_counter()
             over = [running for running in self._running if running.due_s <= now_s and running.slot.done]
-            events += [self._collect(running) for running in over]
-            if events:
-                return events
+            if events or over:
+                self.times.blocked_s += now_s - began_s
+                return events + [self._collect(running) for running in over]
             self._rest()
-            self.times.blocked_s += time.perf_counter() - now_s
+            now_s = time.perf_counter()
 
     def _rest(self) -> None:
         """Until the oldest batch has run or something else has come; with a reader that is polled, for a moment."""

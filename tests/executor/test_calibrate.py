@@ -12,11 +12,13 @@ pytest.importorskip("safetensors")
 
 from runs_world import tiny_pack
 
+from conf.sharing import DriverSharing
 from executor import calibrate as command
+from executor.driver_fit import DriverRun, driver_level, driver_run, fit_driver, fit_gpu, scaled
 from executor.job_fit import JobSample, contention, fit_jobs, job_samples, level, table
 from executor.store import ExpertStore
 from policies.core.journal import Record
-from policies.core.messages import Compute, ComputeDone, Fetch, FetchDone, StepBegin
+from policies.core.messages import Compute, ComputeDone, Fetch, FetchDone, Gate, StepBegin
 from policies.core.types import FetchKind, Phase, UserError
 
 LAYERS = 10
@@ -86,6 +88,66 @@ def test_samples_know_how_long_something_was_read_beside_them():
     assert table([entry, job], 5) == []
     rows = table([JobSample(Phase.JOB, 0, 2, 3, s, 0.0) for s in (1.0, 3.0)], 5)
     assert rows == [{"requests": 2, "experts": 3, "jobs": 2, "mean_s": 2.0, "std_s": 1.0}]
+
+
+# ---------------------------------------------------------------- where the driver is the limit
+
+DRIVER = DriverSharing(batch_s=30e-6, request_s=60e-6, prediction_s=50e-6, fetch_s=10e-6)
+GPU_A, GPU_C, HEAD = 70e-6, 5e-6, 200e-6
+
+
+def of_driver(batches, requests, predictions, fetches, waited_s=0.0):
+    counts = (batches, requests, predictions, fetches)
+    constants = (DRIVER.batch_s, DRIVER.request_s, DRIVER.prediction_s, DRIVER.fetch_s)
+    return DriverRun(sum(n * s for n, s in zip(counts, constants, strict=True)), waited_s, counts)
+
+
+def resident(size, steps=3):
+    """Batches of a run of 8 requests in groups of ``size``, one in flight, all experts at hand."""
+    ahead = DRIVER.batch_s + 8 * DRIVER.request_s
+    found = []
+    for _ in range(steps):
+        found.append(JobSample(Phase.ENTRY, -1, 8, 0, ahead, 0.0))
+        for layer in range(LAYERS):
+            job_s = DRIVER.batch_s + size * DRIVER.request_s + GPU_A + size * GPU_C
+            found += [JobSample(Phase.JOB, layer, size, 8, job_s, 0.0)] * (8 // size)
+        found.append(JobSample(Phase.HEAD, LAYERS, 8, 0, ahead + HEAD, 0.0))
+    jobs = [s for s in found if s.phase is Phase.JOB]
+    waited_s = sum(GPU_A + s.requests * GPU_C for s in jobs) + steps * HEAD
+    return found, of_driver(len(found), sum(s.requests for s in found), 0, 0, waited_s)
+
+
+def test_a_drivers_constants_come_back_and_the_gpus_beside_them():
+    samples, runs = zip(*(resident(size) for size in (8, 2, 1)), strict=True)
+    missing = [of_driver(400, 3000, 0, 5000), of_driver(400, 3000, 2900, 7000)]
+    driver = fit_driver([*runs, *missing])
+    assert asdict(driver) == pytest.approx(asdict(DRIVER))
+    fit = fit_gpu(samples, runs, driver)
+    assert (fit.layer_s, fit.request_s, fit.head_s, fit.expert_s) == pytest.approx((GPU_A, GPU_C, HEAD, 0.0))
+    assert fit.spread == pytest.approx(0, abs=1e-9)
+    assert {type(value) for value in asdict(driver).values()} == {float}
+
+
+def test_a_slower_driver_is_told_from_the_gpu_which_is_not():
+    (samples, run), (fewer, other) = resident(8), resident(2)
+    fit = fit_gpu([samples, fewer], [run, other], DRIVER)
+    slower = [
+        JobSample(s.phase, s.layer, s.requests, s.experts, s.seconds + 30e-6 + s.requests * 60e-6, 0.0) for s in samples
+    ]
+    assert driver_level(slower, fit, DRIVER, LAYERS) == pytest.approx(2.0)
+    assert asdict(scaled(DRIVER, 2.0)) == pytest.approx({key: 2 * value for key, value in asdict(DRIVER).items()})
+
+
+def test_what_a_driver_did_is_counted_from_the_journal():
+    ahead = Gate((7, 8), ((9, 0.5),))
+    records = [
+        Record(1.0, (StepBegin(0, (1, 2)),), (Compute(1, Phase.ENTRY, -1, (1, 2)),)),
+        Record(2.0, (ComputeDone(1, (ahead, Gate((7, 8)))),), (Fetch(1, 7, 0, FetchKind.DEMAND),)),
+        Record(4.0, (FetchDone(1),), (Compute(2, Phase.JOB, 0, (1, 2), (7, 8), (0, 1)),)),
+        Record(5.0, (ComputeDone(2),), ()),
+    ]
+    found = driver_run(records, job_samples(records), waited_s=1.5)
+    assert found == DriverRun(busy_s=2.5, waited_s=1.5, counts=(2, 4, 1, 1))
 
 
 # ---------------------------------------------------------------- the command

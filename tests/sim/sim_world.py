@@ -51,7 +51,7 @@ def tiny(n_layers=2, n_experts=8, top_k=1):
     )
 
 
-def device(model, link=None, gpu=None, request_s=C, token_s=0.0, driver=DriverSharing()):
+def device(model, link=None, gpu=None, request_s=C, token_s=0.0, driver=None):
     """``link``: 1 MB/s fair among 8 readers unless given, so an expert of 3 MB takes 3 s alone."""
     times = Affine(model.n_layers, A, SHARE, B, lambda tokens: request_s + token_s * tokens, K)
     return DeviceConfig(
@@ -63,7 +63,7 @@ def device(model, link=None, gpu=None, request_s=C, token_s=0.0, driver=DriverSh
         fetch_slots=8,
         times_from="test",
         sources={},
-        driver=driver,
+        driver=driver or DriverSharing(),
     )
 
 
