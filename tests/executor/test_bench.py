@@ -20,6 +20,7 @@ from conf.devices import DeviceConfig  # noqa: E402
 from executor import comparison, host  # noqa: E402
 from executor.bench import main  # noqa: E402
 from executor.compose import settings_of  # noqa: E402
+from executor.fast.ops import reference_ops  # noqa: E402
 from executor.settings import MachineSettings  # noqa: E402
 from executor.stand_in import batch_seconds, describe, in_flight, stand_in  # noqa: E402
 from policies.core.messages import Compute  # noqa: E402
@@ -158,6 +159,22 @@ def test_each_group_is_shown_when_it_ends_and_predicted(tmp_path, monkeypatch, c
         assert sim.summary["steps"] == run.summary["steps"]
         assert (run.summary["link"], run.summary["batches"]) == ("raw", "raw")
         assert 0.2 < sim.summary["step_s_mean"] / run.summary["step_s_mean"] < 5  # it is the machine that was measured
+
+
+def test_a_driver_that_launches_itself_is_a_resource_of_the_prediction(tmp_path, monkeypatch, capsys):
+    """The fast path with torch in the place of kernels: reads on threads, batches launched by the driver."""
+    monkeypatch.setattr("executor.fast.choice.triton_ops", reference_ops)
+    monkeypatch.setattr("executor.settings._check_together", lambda values: None)  # on this machine's CPU all the same
+    pack = random_store(tmp_path / "pack", layers=6, experts=16).path
+    more = ("kernels=triton", "graphs=false", "system=llama_cpp_lfu,bevy", "cache.fraction=0.5", "calibrate=true")
+    assert bench(pack, tmp_path, *more) == 0
+    assert "us a batch + " in capsys.readouterr().err
+    for run, sim in zip(find_runs([tmp_path / "t"]), find_runs([tmp_path / "t_predicted"]), strict=True):
+        assert run.summary["kernels"]["name"] == "triton"
+        driver = sim.summary["device_constants"]["driver"]
+        assert driver["batch_s"] + driver["request_s"] > 0
+        assert sim.summary["device_constants"]["contention"] >= 1.0
+        assert 0.2 < sim.summary["step_s_mean"] / run.summary["step_s_mean"] < 5
 
 
 def test_without_a_calibration_the_runs_are_still_shown(tiny, tmp_path, monkeypatch, capsys):
