@@ -243,7 +243,7 @@ def _cpu(section: _Section, model: ModelConfig) -> HostSharing:
 
 
 def _driver(section: _Section) -> DriverSharing:
-    return DriverSharing(*(section.number(key) for key in ("batch_s", "request_s", "prediction_s", "fetch_s")))
+    return DriverSharing(*(section.number(key) for key in ("batch_s", "job_s", "request_s", "prediction_s", "fetch_s")))
 
 
 def _times(gpu: _Section, model: ModelConfig) -> tuple[JobTimes, str]:

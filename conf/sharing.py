@@ -69,11 +69,13 @@ class GpuSharing:
 class DriverSharing:
     """The one thread that decides, launches batches and starts reads, for which all that completes waits in turn.
 
-    ``batch_s``: a completed batch and what is launched after it; ``request_s``: each of its requests;
-    ``prediction_s``: each of them whose gate comes with predictions; ``fetch_s``: a read, from its start to its end.
+    ``batch_s``: a completed batch and what is launched after it; ``job_s``: each of its jobs, of which requests that
+    move as one unit have one together; ``request_s``: each of its requests; ``prediction_s``: each of them whose gate
+    comes with predictions; ``fetch_s``: a read, from its start to its end.
     """
 
     batch_s: float = 0.0
+    job_s: float = 0.0
     request_s: float = 0.0
     prediction_s: float = 0.0
     fetch_s: float = 0.0

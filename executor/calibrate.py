@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,22 +17,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.cells import recorded
-from executor import host
+from conf.sharing import DriverSharing
 from executor.compose import settings_of
-from executor.driver_fit import DriverRun, driver_run, fit_driver, fit_gpu
-from executor.experts import add_experts
-from executor.job_fit import JobSample, contention, fit_jobs, job_samples
+from executor.driver_fit import driver_run, fit_driver, fit_gpu
+from executor.job_fit import JobFit, JobSample, contention, fit_jobs
 from executor.link_curve import LinkPoint, check_rate, measure_curve, memory_bytes_per_s, pcie_bytes_per_s
 from executor.machine import MemoryPack, set_threads
 from executor.model import Decoder
 from executor.profile import Calibration, LinkRun, profile, write_profile
-from executor.run import OpenRun
 from executor.settings import MachineSettings
+from executor.short_run import ShortRun, short_runs
 from executor.sources import DiskSource
 from executor.store import ExpertStore
-from policies.core.journal import Record, read_journal
-from policies.core.messages import Fetch, FetchDone, StepBegin
 from policies.core.types import UserError
 from traces import command
 
@@ -55,8 +49,8 @@ Measures this machine with a pack and writes a device profile and the pack's mod
 MISSING_FRACTION = 0.3
 """A cache in which experts are missing."""
 
-WARMUP = 48
-"""Steps that fill the cache before a short run, all but ``settle`` of them in the core alone."""
+MEMORY_SHARE = 0.8
+"""Of a device's free memory that the caches of runs in turns take."""
 
 
 def systems(concurrency: int) -> tuple[str, ...]:
@@ -64,126 +58,6 @@ def systems(concurrency: int) -> tuple[str, ...]:
     pairs = [2] * (concurrency // 2) + [1] * (concurrency % 2)
     groupings = ("static_" + "_".join(map(str, sizes)) for sizes in (pairs, [1] * concurrency))
     return tuple(dict.fromkeys(("llama_cpp_lfu", *groupings)))
-
-
-@dataclass(frozen=True, slots=True)
-class ShortRun:
-    """A few steps of one system, seen through its journal; seconds and bytes are sums over ``steps`` real steps.
-
-    ``copy_bytes_per_s``: of copies from host memory alone, and ``driver``: where the driver launches and copies itself.
-    """
-
-    samples: list[JobSample]
-    steps: int
-    step_s: float
-    fetched_bytes: int
-    link_busy_s: float
-    expert_s: float | None
-    copy_bytes_per_s: float | None
-    decoder: Decoder
-    clocks: dict[str, Any] | None
-    driver: DriverRun | None
-
-    @property
-    def compute_s(self) -> float:
-        """Time in batches."""
-        return sum(sample.seconds for sample in self.samples)
-
-    @property
-    def bytes_per_s(self) -> float:
-        """What the link gave while it was busy."""
-        return self.fetched_bytes / self.link_busy_s if self.link_busy_s else 0.0
-
-
-def short_run(
-    overrides: Sequence[str],
-    steps: int,
-    shared: Decoder | None = None,
-    time_experts: bool = False,
-    memory: MemoryPack | None = None,
-) -> ShortRun:
-    """Run one system for ``steps`` steps after a warm-up.  Raises UserError if its reads were no device's.
-
-    ``time_experts``: then also time single experts in its slots, where torch computes them.
-    """
-    (settings,) = settings_of([*overrides, f"steps={WARMUP + steps}", f"warmup={WARMUP}"])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "journal.jsonl.gz"
-        with OpenRun(recorded(settings), path, shared, memory) as run:
-            run.decode()
-            alone_s = expert_seconds(run) if time_experts and run.fast is None else None
-            copies = copy_bytes_per_s(run) if run.link.poll is not None else None
-        records = [record for record in read_journal(path)[1] if record.t_s > 0]
-    invalid = host.why_invalid(run.meter, run.link.mode.measures_disk) if run.machine.store == "disk" else []
-    if invalid and not run.machine.allow_buffered:
-        raise UserError(f"the calibration is invalid: {invalid[0]}")
-    begins = [r.t_s for r in records if isinstance(r.events[0], StepBegin)]
-    samples, waited_s = job_samples(records), run.backend.times.blocked_s
-    return ShortRun(
-        samples=samples,
-        steps=len(begins),
-        step_s=records[-1].t_s - begins[0],
-        fetched_bytes=sum(isinstance(c, Fetch) for r in records for c in r.commands) * run.store.stride,
-        link_busy_s=_link_busy_s(records),
-        expert_s=alone_s,
-        copy_bytes_per_s=copies,
-        decoder=run.decoder,
-        clocks=run.clocks.describe(),
-        driver=driver_run(records, samples, waited_s) if run.fast is not None else None,
-    )
-
-
-def expert_seconds(run: OpenRun, at_once: int = 16, most: int = 256) -> float:
-    """Seconds that one more expert adds to a job: gather, products and sum over one tile, weights read from memory."""
-    decoder, weights = run.decoder, run.slots.weights
-    slots = [entry.slot for entry in run.core.cache.entries.values()][:most]
-    rows = decoder.tile
-    x = torch.randn(rows + 1, decoder.hidden, device=decoder.device).to(decoder.dtype)
-    out = torch.zeros(rows + 1, decoder.hidden, device=decoder.device)
-    mix = torch.full((rows + 1, at_once), 0.1, device=decoder.device)
-    users = {number: list(range(rows)) for number in range(at_once)}
-
-    def timed(chunk: Sequence[int]) -> float:
-        began = time.perf_counter()
-        add_experts(
-            out,
-            x,
-            mix,
-            users,
-            weights_of=lambda number: weights(chunk[number]),
-            activation=decoder.activation,
-            tile=decoder.tile,
-        )
-        if decoder.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    chunks = [slots[i : i + at_once] for i in range(0, len(slots) - at_once + 1, at_once)]
-    if not chunks:
-        raise UserError(f"the cache holds {len(slots)} experts, calibration needs {at_once}; use a larger one")
-    times = run.backend.call(lambda: [timed(chunk) for chunk in chunks])
-    return float(np.median(times)) / at_once
-
-
-def copy_bytes_per_s(run: OpenRun, most: int = 512) -> float:
-    """Rate of copies of cached experts into the slots in which they lie, queued one behind the other."""
-    residents = {expert: entry.slot for expert, entry in list(run.core.cache.entries.items())[:most]}
-    began_s = time.perf_counter()
-    run.backend.read(residents)
-    for expert in residents:
-        run.backend.landed(expert)
-    return len(residents) * run.store.stride / (time.perf_counter() - began_s)
-
-
-def _link_busy_s(records: Sequence[Record]) -> float:
-    flying: set[int] = set()
-    busy_s, last_s = 0.0, records[0].t_s
-    for record in records:
-        busy_s += (record.t_s - last_s) * bool(flying)
-        last_s = record.t_s
-        flying -= {event.fetch for event in record.events if isinstance(event, FetchDone)}
-        flying |= {command.fetch for command in record.commands if isinstance(command, Fetch)}
-    return busy_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +75,11 @@ class Setting:
     memory: MemoryPack | None = None
     predicting: str | None = None
 
-    def run(self, *more: str, shared: Decoder | None = None, time_experts: bool = False) -> ShortRun:
-        """A few steps; ``more``: the system and its cache."""
-        words = [*self.words, f"concurrency={self.concurrency}", *more]
-        return short_run(words, self.steps, shared or self.shared, time_experts, self.memory)
+    def runs(self, *each: Sequence[str], shared: Decoder | None = None, time_experts: bool = False) -> list[ShortRun]:
+        """A few steps of each, in turns; ``each``: the system and its cache."""
+        own = (*self.words, f"concurrency={self.concurrency}")
+        words = [(*own, *more) for more in each]
+        return short_runs(words, self.steps, shared or self.shared, self.memory, time_experts=time_experts)
 
 
 def calibrate(setting: Setting, *, context_tokens: int | None) -> Calibration:
@@ -215,38 +90,66 @@ def calibrate(setting: Setting, *, context_tokens: int | None) -> Calibration:
     (settings,) = settings_of([*setting.words, "system=llama_cpp_lfu"])
     machine = MachineSettings.from_settings(settings)
     store = ExpertStore.open(machine.pack)
-    runs: list[ShortRun] = []
-    shared = setting.shared
-    for system in systems(setting.concurrency):
-        where = (f"cache.fraction={_fitting(store, machine.torch_device)}", "settle=1")
-        runs.append(setting.run(f"system={system}", *where, shared=shared, time_experts=True))
-        shared = runs[-1].decoder
-    samples = [sample for run in runs for sample in run.samples]
-    experts_s = [run.expert_s for run in runs if run.expert_s is not None]
-    memory = memory_bytes_per_s(machine.torch_device)
-    drivers = [run.driver for run in runs if run.driver is not None]
-    driver = copies = None
-    if drivers:
-        missing = _missing(setting, store, shared)
-        driver = fit_driver([*drivers, *(run.driver for run in missing if run.driver is not None)])
-        fit = fit_gpu([run.samples for run in runs], drivers, driver)
-        copies = missing[0].copy_bytes_per_s
-    else:
-        fit = fit_jobs(samples, store.spec.n_layers, float(np.median(experts_s)) if experts_s else None)
-    if experts_s and fit.expert_s > 0:
-        check_rate("an expert's products", store.expert_bytes / fit.expert_s, [("this machine's memory rate", memory)])
-    pcie = pcie_bytes_per_s(store.experts_path)
+    memory, pcie = memory_bytes_per_s(machine.torch_device), pcie_bytes_per_s(store.experts_path)
     curve = _disk_curve(store, pcie) if machine.store == "disk" else []
-    clocks = runs[-1].clocks
-    return Calibration(tuple(curve), fit, tuple(samples), memory, pcie, clocks, context_tokens, driver, copies)
+    jobs = (_jobs_beside_driver if machine.kernels == "triton" else _jobs)(setting, store, machine.torch_device)
+    if jobs.fit.expert_s > 0 and machine.kernels != "triton":
+        rate = store.expert_bytes / jobs.fit.expert_s
+        check_rate("an expert's products", rate, [("this machine's memory rate", memory)])
+    more = (jobs.clocks, context_tokens, jobs.driver, jobs.copy_bytes_per_s)
+    return Calibration(tuple(curve), jobs.fit, jobs.samples, memory, pcie, *more)
 
 
-def _missing(setting: Setting, store: ExpertStore, shared: Decoder | None) -> list[ShortRun]:
-    """Runs that read: what a read and a prediction cost the driver."""
-    needed = setting.concurrency * store.spec.top_k
-    where = (f"cache.fraction={max(MISSING_FRACTION, 2 * needed / store.n_total)}", "settle=4")
-    chosen = [systems(setting.concurrency)[0], systems(setting.concurrency)[-1], setting.predicting]
-    return [setting.run(f"system={system}", *where, shared=shared) for system in chosen if system is not None]
+@dataclass(frozen=True, slots=True)
+class _Jobs:
+    """What runs of several groupings showed."""
+
+    fit: JobFit
+    samples: tuple[JobSample, ...]
+    clocks: Mapping[str, Any] | None
+    driver: DriverSharing | None = None
+    copy_bytes_per_s: float | None = None
+
+
+def _jobs(setting: Setting, store: ExpertStore, device: str) -> _Jobs:
+    """From batches of all requests, of two and of one, with every expert at hand if the device holds them."""
+    runs: list[ShortRun] = []
+    for system in systems(setting.concurrency):
+        where = (f"system={system}", f"cache.fraction={_fitting(store, _free_bytes(device) / 2)}", "settle=1")
+        runs += setting.runs(where, shared=runs[0].decoder if runs else None, time_experts=True)
+    samples = tuple(sample for run in runs for sample in run.samples)
+    experts_s = [run.expert_s for run in runs if run.expert_s is not None]
+    fit = fit_jobs(samples, store.spec.n_layers, float(np.median(experts_s)) if experts_s else None)
+    return _Jobs(fit, samples, runs[-1].clocks)
+
+
+def _jobs_beside_driver(setting: Setting, store: ExpertStore, device: str) -> _Jobs:
+    """Where the driver launches batches itself: its own time beside the GPU's, from runs that take turns.
+
+    With every expert at hand (if the device holds so many caches): batches of one job of all requests, of two and of
+    one, and of a job for each request.  With experts missing: what a read and, if a system makes any, a prediction
+    cost.
+    """
+    count = setting.concurrency
+    grouped = systems(count)
+    units: list[int | None] = [1, -(-count // 2), count][: len(grouped)]
+    quiet = [*zip(grouped, units, strict=True), ("bevy", None)]
+    missing = [(grouped[0], 1), *([(setting.predicting, 1)] if setting.predicting else [])]
+    enough = max(MISSING_FRACTION, 2 * count * store.spec.top_k / store.n_total)
+    whole = _fitting(store, MEMORY_SHARE * _free_bytes(device) / (len(quiet) + len(missing) * enough))
+    caches = [whole] * len(quiet) + [enough] * len(missing)
+    trials = [*quiet, *missing]
+    each = zip(trials, caches, strict=True)
+    runs = setting.runs(*[(f"system={name}", f"cache.fraction={cache}", "settle=4") for (name, _), cache in each])
+    drivers = [
+        driver_run(run.records, run.samples, run.waited_s or 0.0, own)
+        for run, (_, own) in zip(runs, trials, strict=True)
+    ]
+    driver = fit_driver(drivers)
+    resident = [run.samples for run in runs[: len(quiet)]]
+    fit = fit_gpu(resident, drivers[: len(quiet)], driver)
+    samples = tuple(sample for each in resident for sample in each)
+    return _Jobs(fit, samples, runs[-1].clocks, driver, runs[-1].copy_bytes_per_s)
 
 
 def _disk_curve(store: ExpertStore, pcie: float | None) -> list[LinkPoint]:
@@ -266,19 +169,22 @@ def link_run(setting: Setting, found: Calibration, n_layers: int, *more: str) ->
     """
     if found.copy_bytes_per_s is not None:
         return LinkRun(found.copy_bytes_per_s, 1.0, True)
-    run = setting.run(*more, "system=bevy")
+    (run,) = setting.runs((*more, "system=bevy"))
     in_order = "link=paced" in (*setting.words, *more) or {"store=ram", "torch_device=cuda"} <= set(setting.words)
     return LinkRun(run.bytes_per_s, contention(run.samples, found.fit, n_layers), in_order)
 
 
-def _fitting(store: ExpertStore, device: str) -> float:
-    """The largest cache that takes up to half of the device's memory that is free."""
+def _free_bytes(device: str) -> float:
     try:
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
-        free = free or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return free or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
-        free = 4 << 30
-    return round(min(1.0, max(free / 2 / (store.n_total * store.stride), 2 * store.spec.top_k / store.n_total)), 4)
+        return 4 << 30
+
+
+def _fitting(store: ExpertStore, n_bytes: float) -> float:
+    """The largest cache of so many bytes, as a share of all experts."""
+    return round(min(1.0, max(n_bytes / (store.n_total * store.stride), 2 * store.spec.top_k / store.n_total)), 4)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -326,8 +232,8 @@ def describe(found: Calibration, link: LinkRun) -> str:
         []
         if own is None
         else [
-            f"  driver {1e6 * own.batch_s:.0f} us a batch + {1e6 * own.request_s:.0f} a request "
-            f"+ {1e6 * own.prediction_s:.0f} a request with predictions + {1e6 * own.fetch_s:.0f} a read"
+            f"  driver {1e6 * own.batch_s:.0f} us a batch + {1e6 * own.job_s:.0f} a job + {1e6 * own.request_s:.0f} a "
+            f"request + {1e6 * own.prediction_s:.0f} a request with predictions + {1e6 * own.fetch_s:.0f} a read"
         ]
     )
     return "\n".join(

@@ -222,7 +222,9 @@ class Profiles:
         base = next((i for i, each in enumerate(group.cells) if each["system"]["name"] == BASELINE), 0)
         rate = summaries[base]["link_bytes_per_s"]
         rate = found.copy_bytes_per_s or rate or link.bytes_per_s
-        seen = {"bytes_per_s": rate, "readers": machine.readers}
+        batching = group.cells[base]["system"]["name"] == BASELINE
+        waited_us = summaries[base]["host_us_per_batch"]["blocked"] if batching else None
+        seen = {"bytes_per_s": rate, "readers": machine.readers, "waited_us": waited_us}
         return as_seen("here", ExpertStore.open(machine.pack), found, link, run=group.folders[base], **seen)
 
     def _setting(self, cell: Mapping[str, Any], machine: MachineSettings) -> Setting:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.cells import cell_name
-from executor.calibrate import Setting, ShortRun, calibrate, describe, link_run, short_run
+from executor.calibrate import Setting, calibrate, describe, link_run
 from executor.compose import settings_of
 from executor.interleave import interleave, until
 from executor.machine import set_threads
@@ -29,6 +29,7 @@ from executor.pack import random_source
 from executor.pack_writer import write_pack
 from executor.profile import LinkRun, as_seen, fewest_readers, write_profile
 from executor.run import Measure
+from executor.short_run import ShortRun, short_runs
 from executor.store import ExpertStore
 from policies.core.types import ModelSpec
 from traces import command
@@ -138,7 +139,7 @@ def demo(options: Options, *, measure: Measure, predict: Predict) -> Demo:
     readers = fewest_readers(found, store.stride)
     base.append(f"readers={readers}")
     smallest = f"cache.fraction={FRACTIONS[0]}"
-    first = short_run([*base, "link=raw", "system=llama_cpp_lfu", smallest], 4)
+    (first,) = short_runs([[*base, "link=raw", "system=llama_cpp_lfu", smallest]], 4)
     setting = Setting((*quick, f"readers={readers}"), REQUESTS, 4)
     steps = options.steps or MAX_STEPS
     _say(f"up to {steps} steps a system and cell, in turns of two")
@@ -162,7 +163,7 @@ def demo(options: Options, *, measure: Measure, predict: Predict) -> Demo:
             groups.append(_group(name, fraction, done, [folder for _, folder in turns]))
             left -= 1
             _say(f"{groups[-1].title}: done")
-    last = short_run([*base, "link=raw", "system=llama_cpp_lfu", smallest], 4)
+    (last,) = short_runs([[*base, "link=raw", "system=llama_cpp_lfu", smallest]], 4)
     drift = (last.step_s / last.steps) / (first.step_s / first.steps)
     _say(f"sentinel (llama.cpp + LFU, 30%, raw), last over first: {drift:.2f}; the link {_rates(first, last)}")
     predicted: dict[Path, Path] = {}

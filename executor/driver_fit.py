@@ -10,7 +10,7 @@ Owns the arithmetic.  Knows neither clocks nor devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -25,20 +25,30 @@ from policies.core.types import Phase, UserError
 class DriverRun:
     """One run: seconds in which the driver was busy and in which it waited, and what it did meanwhile.
 
-    ``counts``: completed batches, their requests, those of them with predictions, reads.
+    ``counts``: completed batches, their jobs, their requests, those of them with predictions, reads.
     """
 
     busy_s: float
     waited_s: float
-    counts: tuple[int, int, int, int]
+    counts: tuple[int, int, int, int, int]
 
 
-def driver_run(records: Sequence[Record], samples: Sequence[JobSample], waited_s: float) -> DriverRun:
-    """``records``: a run's steps, from the first one's beginning to the last one's end; ``samples``: their batches."""
+def driver_run(
+    records: Sequence[Record], samples: Sequence[JobSample], waited_s: float, units: int | None
+) -> DriverRun:
+    """``records``: a run's steps, from the first one's beginning to the last one's end; ``samples``: their batches.
+
+    ``units``: the groups in which the requests move, one job a batch; None: every request has a job of its own.
+    """
+    jobs = {
+        Phase.ENTRY: sum(units or s.requests for s in samples if s.phase is Phase.ENTRY),
+        Phase.JOB: sum(1 if units else s.requests for s in samples if s.phase is Phase.JOB),
+    }
     events = [event for record in records for event in record.events]
     gates = [gate for event in events if isinstance(event, ComputeDone) for gate in event.gates]
     counts = (
         len(samples),
+        sum(jobs.values()),
         sum(sample.requests for sample in samples),
         sum(bool(gate.predicted) for gate in gates),
         sum(isinstance(event, FetchDone) for event in events),
@@ -60,7 +70,8 @@ def fit_gpu(samples: Sequence[Sequence[JobSample]], runs: Sequence[DriverRun], d
 
     By batches and requests: how many experts a request adds goes with it.
     """
-    heads = [s.seconds - own_s(s, driver) for each in samples for s in each if s.phase is Phase.HEAD]
+    own_s = driver.batch_s + driver.request_s * max(s.requests for each in samples for s in each)
+    heads = [s.seconds - own_s for each in samples for s in each if s.phase is Phase.HEAD]
     head_s = max(0.0, float(np.mean(heads)))
     jobs = [[s for s in each if s.phase is Phase.JOB] for each in samples]
     steps = [sum(s.phase is Phase.HEAD for s in each) for each in samples]
@@ -71,23 +82,11 @@ def fit_gpu(samples: Sequence[Sequence[JobSample]], runs: Sequence[DriverRun], d
     return JobFit(layer_s, 0.0, request_s, head_s, spread, sum(map(len, jobs)))
 
 
-def own_s(sample: JobSample, driver: DriverSharing) -> float:
-    """The driver's part of a batch without predictions."""
-    return driver.batch_s + driver.request_s * sample.requests
-
-
-def driver_level(samples: Sequence[JobSample], fit: JobFit, driver: DriverSharing, n_layers: int) -> float:
-    """How slow the driver was in the run of these batches against ``driver``; the GPU's clock does not move.
-
-    The run is one of conventional batching: nothing but a batch's own events fall into its time.
-    """
-    jobs = [s for s in samples if s.phase is Phase.JOB and s.layer < n_layers - 1]
-    if not jobs:
-        raise UserError("the run has no job of an inner layer; nothing tells how fast the machine was")
-    gpu_s = sum(fit.job_s(s.requests, s.experts) for s in jobs)
-    return max(0.0, sum(s.seconds for s in jobs) - gpu_s) / sum(own_s(s, driver) for s in jobs)
+def driver_level(run: DriverRun, driver: DriverSharing) -> float:
+    """How slow the driver was in ``run`` against its constants: it is the processor's speed that moves in minutes."""
+    return run.busy_s / sum(n * s for n, s in zip(run.counts, astuple(driver), strict=True))
 
 
 def scaled(driver: DriverSharing, factor: float) -> DriverSharing:
     """The constants of a driver that is slower by ``factor``."""
-    return DriverSharing(*(factor * getattr(driver, field.name) for field in fields(driver)))
+    return DriverSharing(*(factor * seconds for seconds in astuple(driver)))

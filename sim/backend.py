@@ -38,6 +38,7 @@ class SimBackend:
     """One link, one GPU and one driver, and the host's CPU if the device has one.
 
     ``contexts(request)``: its context in tokens, asked once a step.  ``first_step``: the number of the first step.
+    ``jobs_in(batch)``: the core's count of a batch's jobs, for the driver's time.
     No process and no SimPy event for each command: link and GPU keep one alarm each.
     The driver is busy with completions before the core hears of them; what completes meanwhile waits for the next turn.
     """
@@ -49,6 +50,8 @@ class SimBackend:
         routing: RoutingSource,
         contexts: Callable[[RequestId], int],
         first_step: int = 0,
+        *,
+        jobs_in: Callable[[int], int] = lambda batch: 1,
     ) -> None:
         self._env = simpy.Environment()
         self._gpu = Gpu(self._env, device.gpu, self._computed)
@@ -56,6 +59,7 @@ class SimBackend:
         self.link = Link(self._env, device.link, self._landed, self._gpu.link_busy if contended else None)
         self._host = Host(self._env, device.cpu, self._hosted) if device.cpu else None
         self._driver = device.driver
+        self._jobs_in = jobs_in
         self._owed_s = 0.0  # the driver's time for what has completed and was not handed on
         self._n_layers = model.n_layers
         self._expert_bytes = float(model.expert_bytes)
@@ -152,7 +156,7 @@ class SimBackend:
 
     def _computed(self, batch: int) -> None:
         command, driver = self._running.pop(batch), self._driver
-        self._owed_s += driver.batch_s + driver.request_s * len(command.requests)
+        self._owed_s += driver.batch_s + driver.job_s * self._jobs_in(batch) + driver.request_s * len(command.requests)
         layer = command.layer + 1  # ENTRY has layer -1
         gates: tuple[Gate, ...] = ()
         if layer < self._n_layers:

@@ -77,7 +77,7 @@ def simulate(settings: Mapping[str, Any], folder: Path, progress: bool, *, measu
     loaded = load_workload(settings, model.spec, predictor)
     settings, device, paid = charge(settings, device, model, loaded.model, predictor)
     core = build_core(settings, loaded.model, device.fetch_slots, device.host_times)
-    backend = SimBackend(model, device, loaded.routing, loaded.workload.context_tokens)
+    backend = SimBackend(model, device, loaded.routing, loaded.workload.context_tokens, jobs_in=core.jobs_in)
     header = {"config": dict(settings), "model": asdict(loaded.model), "trace": loaded.digest}
     with tqdm(total=settings["steps"], unit="step", disable=None if progress else True) as bar:
         meter = measure()

@@ -292,6 +292,11 @@ class DecisionCore:
         entry.started = True
         out.append(Fetch(fetch, expert, entry.slot, self._queue.start(fetch, expert, entry.waiters)))
 
+    def jobs_in(self, batch: int) -> int:
+        """Jobs that end with a batch in flight; those that begin with it if it is ENTRY."""
+        command, jobs = self._batches[batch]
+        return self._issuer.unfinished if command.phase is Phase.ENTRY else len(jobs)
+
     @property
     def layers_in_waves(self) -> int:
         """How often a unit passed a layer part by part because its experts exceeded the cache."""

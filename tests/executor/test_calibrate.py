@@ -1,6 +1,6 @@
 """From runs to a device profile, and the profile in the simulator."""
 
-from dataclasses import asdict
+from dataclasses import asdict, astuple, replace
 
 import numpy as np
 import pytest
@@ -92,34 +92,32 @@ def test_samples_know_how_long_something_was_read_beside_them():
 
 # ---------------------------------------------------------------- where the driver is the limit
 
-DRIVER = DriverSharing(batch_s=30e-6, request_s=60e-6, prediction_s=50e-6, fetch_s=10e-6)
+DRIVER = DriverSharing(batch_s=30e-6, job_s=20e-6, request_s=60e-6, prediction_s=50e-6, fetch_s=10e-6)
 GPU_A, GPU_C, HEAD = 70e-6, 5e-6, 200e-6
 
 
-def of_driver(batches, requests, predictions, fetches, waited_s=0.0):
-    counts = (batches, requests, predictions, fetches)
-    constants = (DRIVER.batch_s, DRIVER.request_s, DRIVER.prediction_s, DRIVER.fetch_s)
-    return DriverRun(sum(n * s for n, s in zip(counts, constants, strict=True)), waited_s, counts)
+def of_driver(*counts, waited_s=0.0):
+    """``counts``: batches, jobs, requests, predictions, reads."""
+    return DriverRun(sum(n * s for n, s in zip(counts, astuple(DRIVER), strict=True)), waited_s, counts)
 
 
-def resident(size, steps=3):
-    """Batches of a run of 8 requests in groups of ``size``, one in flight, all experts at hand."""
-    ahead = DRIVER.batch_s + 8 * DRIVER.request_s
+def resident(size, jobs=1, steps=3):
+    """Batches of a run of 8 requests in groups of ``size`` and ``jobs``, one in flight, all experts at hand."""
     found = []
     for _ in range(steps):
-        found.append(JobSample(Phase.ENTRY, -1, 8, 0, ahead, 0.0))
+        found.append(JobSample(Phase.ENTRY, -1, 8, 0, 1e-3, 0.0))
         for layer in range(LAYERS):
-            job_s = DRIVER.batch_s + size * DRIVER.request_s + GPU_A + size * GPU_C
-            found += [JobSample(Phase.JOB, layer, size, 8, job_s, 0.0)] * (8 // size)
-        found.append(JobSample(Phase.HEAD, LAYERS, 8, 0, ahead + HEAD, 0.0))
-    jobs = [s for s in found if s.phase is Phase.JOB]
-    waited_s = sum(GPU_A + s.requests * GPU_C for s in jobs) + steps * HEAD
-    return found, of_driver(len(found), sum(s.requests for s in found), 0, 0, waited_s)
+            found += [JobSample(Phase.JOB, layer, size, 8, 1e-3, 0.0)] * (8 // size)
+        found.append(JobSample(Phase.HEAD, LAYERS, 8, 0, DRIVER.batch_s + 8 * DRIVER.request_s + HEAD, 0.0))
+    batches = [s for s in found if s.phase is Phase.JOB]
+    waited_s = sum(GPU_A + s.requests * GPU_C for s in batches) + steps * HEAD
+    n_jobs = steps * 8 // size * jobs + jobs * len(batches)
+    return found, of_driver(len(found), n_jobs, sum(s.requests for s in found), 0, 0, waited_s=waited_s)
 
 
 def test_a_drivers_constants_come_back_and_the_gpus_beside_them():
-    samples, runs = zip(*(resident(size) for size in (8, 2, 1)), strict=True)
-    missing = [of_driver(400, 3000, 0, 5000), of_driver(400, 3000, 2900, 7000)]
+    samples, runs = zip(*(resident(*kind) for kind in ((8,), (2,), (1,), (8, 8))), strict=True)
+    missing = [of_driver(400, 400, 3000, 0, 5000), of_driver(400, 400, 3000, 2900, 7000)]
     driver = fit_driver([*runs, *missing])
     assert asdict(driver) == pytest.approx(asdict(DRIVER))
     fit = fit_gpu(samples, runs, driver)
@@ -128,17 +126,14 @@ def test_a_drivers_constants_come_back_and_the_gpus_beside_them():
     assert {type(value) for value in asdict(driver).values()} == {float}
 
 
-def test_a_slower_driver_is_told_from_the_gpu_which_is_not():
-    (samples, run), (fewer, other) = resident(8), resident(2)
-    fit = fit_gpu([samples, fewer], [run, other], DRIVER)
-    slower = [
-        JobSample(s.phase, s.layer, s.requests, s.experts, s.seconds + 30e-6 + s.requests * 60e-6, 0.0) for s in samples
-    ]
-    assert driver_level(slower, fit, DRIVER, LAYERS) == pytest.approx(2.0)
+def test_the_level_of_a_driver_is_its_own_time_over_the_expected():
+    run = of_driver(42, 41, 336, 0, 600)
+    assert driver_level(replace(run, busy_s=2 * run.busy_s), DRIVER) == pytest.approx(2.0)
     assert asdict(scaled(DRIVER, 2.0)) == pytest.approx({key: 2 * value for key, value in asdict(DRIVER).items()})
 
 
-def test_what_a_driver_did_is_counted_from_the_journal():
+@pytest.mark.parametrize(("units", "jobs"), [(1, 2), (2, 3), (None, 4)])
+def test_what_a_driver_did_is_counted_from_the_journal(units, jobs):
     ahead = Gate((7, 8), ((9, 0.5),))
     records = [
         Record(1.0, (StepBegin(0, (1, 2)),), (Compute(1, Phase.ENTRY, -1, (1, 2)),)),
@@ -146,8 +141,8 @@ def test_what_a_driver_did_is_counted_from_the_journal():
         Record(4.0, (FetchDone(1),), (Compute(2, Phase.JOB, 0, (1, 2), (7, 8), (0, 1)),)),
         Record(5.0, (ComputeDone(2),), ()),
     ]
-    found = driver_run(records, job_samples(records), waited_s=1.5)
-    assert found == DriverRun(busy_s=2.5, waited_s=1.5, counts=(2, 4, 1, 1))
+    found = driver_run(records, job_samples(records), 1.5, units)
+    assert found == DriverRun(busy_s=2.5, waited_s=1.5, counts=(2, jobs, 4, 1, 1))
 
 
 # ---------------------------------------------------------------- the command

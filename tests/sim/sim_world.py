@@ -136,8 +136,8 @@ def core(model, capacity, kind="bevy", **options):
 def play(model, dev, table, requests, *, capacity=None, kind="bevy", steps=1, contexts=lambda _: 0, **options):
     """Decode ``steps`` steps; returns the tape and the backend."""
     tape = Tape()
-    backend = SimBackend(model, dev, Table(model, table), contexts)
     decider = core(model, capacity or model.spec.n_total, kind, fetch_slots=dev.fetch_slots, **options)
+    backend = SimBackend(model, dev, Table(model, table), contexts, jobs_in=decider.jobs_in)
     drive(decider, Steps(steps, tuple(range(requests))), backend, journal=tape, check=True)
     return tape, backend
 

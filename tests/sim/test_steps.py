@@ -143,6 +143,18 @@ def test_a_chain_pays_its_driver_for_every_completion():
     assert spans(tape) == pytest.approx([compute + layers * 2 * FETCH + driver])
 
 
+def test_jobs_that_run_together_cost_the_driver_more_than_one_job_of_as_many_requests():
+    """All resident in the second step: ENTRY makes the jobs, each layer's batch ends as many, HEAD none."""
+    layers, n = 3, 4
+    model = tiny(layers, top_k=2)
+    dev = device(model, driver=DriverSharing(batch_s=10.0, job_s=2.0, request_s=1.0))
+    compute = layers * (A + 2 * B + n * C) + K
+    for kind, jobs in (("batch", 1), ("bevy", n)):
+        tape, _ = play(model, dev, warm([[[[0, 1]] * layers] * n]), n, kind=kind, steps=2)
+        driver = (layers + 2) * (10.0 + n * 1.0) + (layers + 1) * jobs * 2.0
+        assert spans(tape)[1] == pytest.approx(compute + driver)
+
+
 def test_what_completes_while_the_driver_is_busy_waits_for_its_turn():
     """Two requests, a read at a time, a completed batch costs 1 s and a read 2 s.
 
