@@ -30,28 +30,27 @@ class FineMoEScore(SmallestFirst):
         self._cut = arithmetic == "integer"
         self._probability: dict[ExpertId, float] = {}
         self._visits: dict[ExpertId, int] = {}
-        self._released: set[ExpertId] = set()
-        self._moved: dict[ExpertId, None] = {}  # candidates whose place in the heap is that of an older probability
+        self._moved: dict[ExpertId, float] = {}  # candidates whose place in the heap is that of an older probability
         self._tick = 0
 
     def observe(self, request: RequestId, gate: Gate) -> None:
         """Take over the predicted probabilities; candidates move when somebody asks for a victim."""
-        for expert, probability in gate.predicted:
-            self._probability[expert] = probability
-        self._moved.update(dict.fromkeys([expert for expert, _ in gate.predicted]))
+        self._probability.update(gate.predicted)
+        self._moved.update(gate.predicted)
 
     def victim(self, evictable: Container[ExpertId], incoming: ExpertId) -> ExpertId | None:
         """The candidate with the smallest score of the latest probabilities."""
         if self._moved:
+            entries, released = self._entries, self._released
             for expert in self._moved:
-                if expert in self._released:
+                entry = entries.get(expert)
+                if entry is not None and released.get(expert) is entry:
                     self.release(expert)
             self._moved.clear()
         return super().victim(evictable, incoming)
 
     def touch(self, expert: ExpertId, uses: int) -> None:
         """Count one visit, whatever the number of requests."""
-        self._released.discard(expert)
         self._visits[expert] = self._visits.get(expert, 0) + 1
         self._tick += 1
         self._entries[expert] = (0, self._tick, expert)  # the score that counts is that of the release
@@ -64,12 +63,10 @@ class FineMoEScore(SmallestFirst):
         """Become a candidate at the present score."""
         score = self._probability.get(expert, 0.0) * self._visits[expert]
         self._entries[expert] = (int(score) if self._cut else score, self._entries[expert][1], expert)
-        self._released.add(expert)
         super().release(expert)
 
     def forget(self, expert: ExpertId) -> None:
         """Clear the probability and the visits."""
         super().forget(expert)
-        self._released.discard(expert)
         self._probability.pop(expert, None)
         del self._visits[expert]

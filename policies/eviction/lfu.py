@@ -64,16 +64,16 @@ class LFU(SmallestFirst):
     def forget(self, expert: ExpertId) -> None:
         """Keep the count or lose it."""
         if self._keep:
-            count, tick, _ = self._entries[expert]
-            self._entries[expert] = (count, tick, expert)  # a new tuple: the one in the heap is invalid now
+            self._items.pop(expert, None)
         else:
-            del self._entries[expert]
+            super().forget(expert)
 
     def _rescale(self) -> None:
         """Divide all counts by the present weight, long before a float overflows."""
         scale = 1 / self._weight  # a power of two: exact
-        self._compact()
-        valid = self._heap
+        candidates = [expert for expert in self._items if self._released[expert] is self._entries[expert]]
         self._entries = {expert: (count * scale, tick, expert) for expert, (count, tick, _) in self._entries.items()}
-        self._heap = [self._entries[entry[-1]] for entry in valid]  # in heap order still
+        self._items, self._released, self._heap = {}, {}, []
         self._weight = 1.0
+        for expert in candidates:
+            self.release(expert)
