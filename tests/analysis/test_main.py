@@ -73,7 +73,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     whole = (run / "journal.jsonl.gz").read_bytes()
     (folders["broken"] / "journal.jsonl.gz").write_bytes(b"no gzip at all")
     (folders["cut"] / "journal.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    (folders["headless"] / "journal.jsonl.gz").write_bytes(gzip.compress(b'{"schema":1}\n'))
+    (folders["headless"] / "journal.jsonl.gz").write_bytes(gzip.compress(b'{"schema":2}\n'))
     out = tmp_path / "out.json"
     given = [argument.format(**folders) for argument in arguments]
     assert main(["timeline", *given, f"out={out}"]) == 2

@@ -8,8 +8,8 @@ from worlds import AnyOrder, Routes, Steps, make_core
 from policies.core.core import DecisionCore
 from policies.core.driver import drive
 from policies.core.journal import Journal, ReplayBackend, ReplayWorkload, read_journal, refeed, step_times, story
-from policies.core.messages import StepEnd
-from policies.core.types import ModelSpec, ProtocolError, UserError
+from policies.core.messages import Compute, ComputeDone, Gate, StepBegin, StepEnd
+from policies.core.types import ModelSpec, Phase, ProtocolError, UserError
 from policies.eviction import LFU
 from policies.prefetch import Ranked
 from policies.schedule import Auto, LowestLayerFirst, LowestLayerThenSrtf
@@ -35,7 +35,7 @@ def record(path, name="bevy", prefetch=False, seed=1, steps=3):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fresh_core_gives_the_same_commands(tmp_path, name, prefetch):
     header, records = read_journal(record(tmp_path / "j", name, prefetch))
-    assert header == {"schema": 1, "config": {"seed": 1}}
+    assert header == {"schema": 2, "config": {"seed": 1}}
     records = list(records)
     assert refeed(core_for(name, prefetch), records) == len(records)
     assert sum(isinstance(c, StepEnd) for r in records for c in r.commands) == 3
@@ -76,6 +76,19 @@ def test_a_core_that_learns_from_durations_is_told_the_journal_s(tmp_path):
     again = list(read_journal(tmp_path / "k")[1])
     assert [(r.events, r.commands) for r in again] == [(r.events, r.commands) for r in records]
     assert slower.now() > records[-1].t_s
+
+
+def test_predictions_come_back_exactly(tmp_path):
+    """Any score that a predictor may give, beside gates without predictions."""
+    scores = (1 / 3, -0.0, 5e-324, 1.7976931348623157e308, float("inf"), 0.1 + 0.2, 7.0)
+    gates = (Gate((0, 1), tuple(enumerate(scores, start=2**31 - 8))), Gate((2, 3)), Gate((4, 5), ((9, 0.25),)))
+    begin = StepBegin(0, (0, 1, 2))
+    with Journal(tmp_path / "j", {}) as journal:
+        journal.record(0.0, [begin], [Compute(1, Phase.ENTRY, -1, (0, 1, 2))])
+        journal.record(1.0, [ComputeDone(1, gates)], [])
+    _, done = read_journal(tmp_path / "j")[1]
+    assert done.events == (ComputeDone(1, gates),)
+    assert str(done.events[0].gates[0].predicted[1]) == str((2**31 - 7, -0.0))
 
 
 def test_the_same_run_gives_the_same_bytes(tmp_path):
