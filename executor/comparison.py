@@ -224,7 +224,7 @@ class Profiles:
         rate = found.copy_bytes_per_s or rate or link.bytes_per_s
         batching = group.cells[base]["system"]["name"] == BASELINE
         waited_us = summaries[base]["host_us_per_batch"]["blocked"] if batching else None
-        seen = {"bytes_per_s": rate, "readers": machine.readers, "waited_us": waited_us}
+        seen = {"bytes_per_s": rate, "readers": machine.readers, "warmup": cell["warmup"], "waited_us": waited_us}
         return as_seen("here", ExpertStore.open(machine.pack), found, link, run=group.folders[base], **seen)
 
     def _setting(self, cell: Mapping[str, Any], machine: MachineSettings) -> Setting:

@@ -17,7 +17,7 @@ import numpy as np
 from conf.sharing import DriverSharing
 from executor.job_fit import JobFit, JobSample, least_squares
 from policies.core.journal import Record
-from policies.core.messages import ComputeDone, FetchDone
+from policies.core.messages import ComputeDone, FetchDone, StepBegin
 from policies.core.types import Phase, UserError
 
 
@@ -31,6 +31,14 @@ class DriverRun:
     busy_s: float
     waited_s: float
     counts: tuple[int, int, int, int, int]
+
+
+def from_step(records: Sequence[Record], step: int) -> Sequence[Record]:
+    """The records from the beginning of ``step`` on.  Raises UserError if there are none."""
+    for i, record in enumerate(records):
+        if isinstance(record.events[0], StepBegin) and record.events[0].step >= step:
+            return records[i:]
+    raise UserError(f"the run ended before step {step}; give it more steps")
 
 
 def driver_run(

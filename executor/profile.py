@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from conf.sharing import DriverSharing
 from executor import host
-from executor.driver_fit import driver_level, driver_run, scaled
+from executor.driver_fit import driver_level, driver_run, from_step, scaled
 from executor.job_fit import JobFit, JobSample, job_samples, level, table
 from executor.link_curve import LinkPoint
 from executor.pack_model import model_node
@@ -63,23 +63,24 @@ def as_seen(
     run: Path,
     bytes_per_s: float,
     readers: int,
+    warmup: int = 0,
     waited_us: float | None = None,
 ) -> dict[str, Any]:
     """The device YAML of a machine as ``run`` (conventional batching) met it: its speed moves within minutes.
 
     What a job's time is made of is the calibration's; how fast machine and link were in that minute, the run's.
-    Where the driver has constants of its own it is they that move, the GPU's clock does not: ``waited_us`` says for how
-    long a batch it had nothing to do; None: they stay as calibrated.
+    Where the driver has constants of its own it is they that move, the GPU's clock does not: in the steps from
+    ``warmup`` on.  ``waited_us``: for how long a batch it had nothing to do; None: they stay as calibrated.
     """
     records = [record for record in read_journal(run / "journal.jsonl.gz")[1] if record.t_s > 0]
-    samples = job_samples(records)
-    if found.driver is not None and waited_us is None:
-        then = found
-    elif found.driver is not None:
-        busy = driver_run(records, samples, 1e-6 * waited_us * len(samples), units=1)
+    then = found
+    if found.driver is None:
+        then = replace(found, fit=found.fit.scaled(level(job_samples(records), found.fit, store.spec.n_layers)))
+    elif waited_us is not None:
+        measured = from_step(records, warmup)
+        samples = job_samples(measured)
+        busy = driver_run(measured, samples, 1e-6 * waited_us * len(samples), units=1)
         then = replace(found, driver=scaled(found.driver, driver_level(busy, found.driver)))
-    else:
-        then = replace(found, fit=found.fit.scaled(level(samples, found.fit, store.spec.n_layers)))
     return profile(name, store, then, replace(link, bytes_per_s=bytes_per_s), readers=readers)
 
 

@@ -20,6 +20,7 @@ import torch
 from conf.cells import recorded
 from executor import host
 from executor.compose import settings_of
+from executor.driver_fit import from_step
 from executor.experts import add_experts
 from executor.job_fit import JobSample, job_samples
 from executor.machine import MemoryPack
@@ -41,7 +42,7 @@ class ShortRun:
     ``waited_s``: how long the driver had nothing to do, where it copies and launches itself.  None elsewhere.
     """
 
-    records: list[Record]
+    records: Sequence[Record]
     samples: list[JobSample]
     steps: int
     step_s: float
@@ -95,14 +96,8 @@ def short_runs(
             experts_s = [expert_seconds(run) if time_experts and run.fast is None else None for run in runs]
             rates = [copy_bytes_per_s(run) if run.link.poll is not None else None for run in runs]
         journals = [list(read_journal(path)[1]) for path in paths]
-    return [_seen(*each) for each in zip(runs, map(_settled, journals), waited_s, experts_s, rates, strict=True)]
-
-
-def _settled(journal: Sequence[Record]) -> list[Record]:
-    """The steps after the warm-up."""
-    begins = ((i, event) for i, record in enumerate(journal) for event in record.events[:1])
-    first = next(i for i, event in begins if isinstance(event, StepBegin) and event.step >= WARMUP)
-    return [*journal[first:]]
+    settled = [from_step(journal, WARMUP) for journal in journals]
+    return [_seen(*each) for each in zip(runs, settled, waited_s, experts_s, rates, strict=True)]
 
 
 def _seen(run: OpenRun, records: list[Record], waited_s: float, expert_s: float | None, rate: float | None) -> ShortRun:

@@ -14,7 +14,7 @@ from runs_world import tiny_pack
 
 from conf.sharing import DriverSharing
 from executor import calibrate as command
-from executor.driver_fit import DriverRun, driver_level, driver_run, fit_driver, fit_gpu, scaled
+from executor.driver_fit import DriverRun, driver_level, driver_run, fit_driver, fit_gpu, from_step, scaled
 from executor.job_fit import JobSample, contention, fit_jobs, job_samples, level, table
 from executor.store import ExpertStore
 from policies.core.journal import Record
@@ -130,6 +130,13 @@ def test_the_level_of_a_driver_is_its_own_time_over_the_expected():
     run = of_driver(42, 41, 336, 0, 600)
     assert driver_level(replace(run, busy_s=2 * run.busy_s), DRIVER) == pytest.approx(2.0)
     assert asdict(scaled(DRIVER, 2.0)) == pytest.approx({key: 2 * value for key, value in asdict(DRIVER).items()})
+
+
+def test_records_from_a_step_on():
+    begins = [Record(float(i), (StepBegin(i // 2, (1,)) if i % 2 == 0 else ComputeDone(i),), ()) for i in range(8)]
+    assert from_step(begins, 2) == begins[4:]
+    with pytest.raises(UserError, match="before step 4"):
+        from_step(begins, 4)
 
 
 @pytest.mark.parametrize(("units", "jobs"), [(1, 2), (2, 3), (None, 4)])
