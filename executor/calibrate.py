@@ -227,6 +227,7 @@ def describe(found: Calibration, link: LinkRun) -> str:
         f"{1e3 * seconds:.3f} ms{what}"
         for seconds, what in ((fit.layer_s, ""), (fit.expert_s, " an expert"), (fit.request_s, " a request"))
     )
+    seen = f"in a run of Bevy; alone at most {alone}" if found.copy_bytes_per_s is None else "in copies alone"
     own = found.driver
     driver = (
         []
@@ -238,7 +239,7 @@ def describe(found: Calibration, link: LinkRun) -> str:
     )
     return "\n".join(
         [
-            f"  link   {link.bytes_per_s / 1e9:.2f} GB/s in a run of Bevy; alone at most {alone}",
+            f"  link   {link.bytes_per_s / 1e9:.2f} GB/s {seen}",
             f"  job    {job}; head {1e3 * fit.head_s:.2f} ms; spread {fit.spread:.0%} over {fit.samples} jobs",
             f"  beside a read a job takes {link.contention:.2f} times as long",
             *driver,

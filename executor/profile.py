@@ -96,7 +96,7 @@ def profile(name: str, store: ExpertStore, found: Calibration, link: LinkRun, *,
     whole = [point for point in found.curve if point.size_bytes == store.stride]
     one = next((point for point in whole if point.readers == 1), None)
     quantisation = model_node(store)["quantisation"]
-    how = "seen by a run over the link while it was busy"
+    how = "copies alone" if found.copy_bytes_per_s is not None else "seen by a run over the link while it was busy"
     sharing = {
         "sharing": "one_at_a_time" if link.in_order else "fair",
         "bytes_per_s": _marked(link.bytes_per_s, how),
