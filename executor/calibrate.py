@@ -135,15 +135,14 @@ def _jobs_beside_driver(setting: Setting, store: ExpertStore, device: str) -> _J
     units: list[int | None] = [1, -(-count // 2), count][: len(grouped)]
     quiet = [*zip(grouped, units, strict=True), ("bevy", None)]
     missing = [(grouped[0], 1), *([(setting.predicting, 1)] if setting.predicting else [])]
-    enough = max(MISSING_FRACTION, 2 * count * store.spec.top_k / store.n_total)
+    enough = min(1.0, max(MISSING_FRACTION, 2 * count * store.spec.top_k / store.n_total))
     whole = _fitting(store, MEMORY_SHARE * _free_bytes(device) / (len(quiet) + len(missing) * enough))
     caches = [whole] * len(quiet) + [enough] * len(missing)
-    trials = [*quiet, *missing]
-    each = zip(trials, caches, strict=True)
-    runs = setting.runs(*[(f"system={name}", f"cache.fraction={cache}", "settle=4") for (name, _), cache in each])
+    names, own_units = zip(*quiet, *missing, strict=True)
+    words = [(f"system={name}", f"cache.fraction={c}", "settle=4") for name, c in zip(names, caches, strict=True)]
+    runs = setting.runs(*words)
     drivers = [
-        driver_run(run.records, run.samples, run.waited_s or 0.0, own)
-        for run, (_, own) in zip(runs, trials, strict=True)
+        driver_run(run.records, run.samples, run.waited_s or 0.0, own) for run, own in zip(runs, own_units, strict=True)
     ]
     driver = fit_driver(drivers)
     resident = [run.samples for run in runs[: len(quiet)]]
@@ -165,13 +164,15 @@ def _disk_curve(store: ExpertStore, pcie: float | None) -> list[LinkPoint]:
 def link_run(setting: Setting, found: Calibration, n_layers: int, *more: str) -> LinkRun:
     """Bevy over the link for a few steps: the rate that it sees, and how much reading slows computing.
 
-    Where the driver copies itself the rate is that of copies alone: what it loses in a run is the driver's time.
+    Where the driver copies itself the rate is that of copies alone, and where it launches batches itself reading slows
+    none of them: what is lost in a run is the driver's time.
     """
     if found.copy_bytes_per_s is not None:
         return LinkRun(found.copy_bytes_per_s, 1.0, True)
     (run,) = setting.runs((*more, "system=bevy"))
     in_order = "link=paced" in (*setting.words, *more) or {"store=ram", "torch_device=cuda"} <= set(setting.words)
-    return LinkRun(run.bytes_per_s, contention(run.samples, found.fit, n_layers), in_order)
+    slower = contention(run.samples, found.fit, n_layers) if found.driver is None else 1.0
+    return LinkRun(run.bytes_per_s, slower, in_order)
 
 
 def _free_bytes(device: str) -> float:

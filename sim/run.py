@@ -7,11 +7,13 @@ business.
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -82,7 +84,7 @@ def simulate(settings: Mapping[str, Any], folder: Path, progress: bool, *, measu
     with tqdm(total=settings["steps"], unit="step", disable=None if progress else True) as bar:
         meter = measure()
         kind = MeteredJournal if bar.disable else CountingJournal
-        with kind(folder / "journal.jsonl.gz", header, meter) as journal:
+        with kind(folder / "journal.jsonl.gz", header, meter) as journal, _collector_paused():
             steps = StepCounter(bar, journal)
             drive(core, loaded.workload, backend, journal=journal, check=settings["check"], on_step=steps)
     simulated_s = time.perf_counter() - began_s
@@ -116,6 +118,18 @@ def simulate(settings: Mapping[str, Any], folder: Path, progress: bool, *, measu
         "host_peak_rss_bytes": peak_rss_bytes(),
     }
     rundir.write_json(folder / "summary.json", summary)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Nothing that a run makes refers to itself, and to look for that again and again takes 3 to 8% of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _warnings(core: DecisionCore, steps: int, requested_steps: int) -> list[str]:
