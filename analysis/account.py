@@ -7,9 +7,8 @@ records only; knows nothing of policies, bytes, files or pictures.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Protocol
 
 from policies.core.messages import (
@@ -35,12 +34,12 @@ class JournalRecord(Protocol):
         ...
 
     @property
-    def events(self) -> Iterable[Event]:
+    def events(self) -> Sequence[Event]:
         """What had completed."""
         ...
 
     @property
-    def commands(self) -> Iterable[Command]:
+    def commands(self) -> Sequence[Command]:
         """What the core decided."""
         ...
 
@@ -94,11 +93,6 @@ class Step:
         """Prefetches that this step did not use."""
         return self.prefetches - self.prefetches_needed
 
-    def demands(self, n_experts: int) -> Iterator[tuple[ExpertId, ...]]:
-        """The distinct experts of each layer, lowest layer first: the step as conventional batching sees it."""
-        for _, experts in groupby(self.needed, key=lambda expert: expert // n_experts):
-            yield tuple(experts)
-
 
 @dataclass(slots=True)
 class _Prefetch:
@@ -125,11 +119,11 @@ class Account:
         self.flying: dict[ExpertId, _Prefetch] = {}  # prefetches between Fetch and FetchDone
         self.unused: dict[int, _Prefetch] = {}  # slot -> prefetch that no batch has used yet
         self.needed: set[ExpertId] = set()
-        self.fetched: set[ExpertId] = set()
+        self.fetched: list[ExpertId] = []  # of this step
         self.layers: set[int] = set()
         self.last_token_s: dict[RequestId, float] = {}
 
-    def record(self, t_s: float, events: Iterable[Event], commands: Iterable[Command]) -> None:
+    def record(self, t_s: float, events: Sequence[Event], commands: Sequence[Command]) -> None:
         """What happened at the next instant.
 
         Raises:
@@ -167,44 +161,57 @@ class Account:
         else:
             step.neither_s += passed_s
 
-    def events(self, events: Iterable[Event]) -> None:
+    def events(self, events: Sequence[Event]) -> None:
         """The core fills entries before it looks at new gates, so landings come first here too."""
         asked: list[ComputeDone] = []
+        fetches, flying = self.fetches, self.flying
         for event in events:
             if type(event) is FetchDone:
-                self.flying.pop(self.fetches.pop(event.fetch), None)
+                expert = fetches.pop(event.fetch)
+                if flying:
+                    flying.pop(expert, None)
             elif type(event) is ComputeDone:
                 self.batches.remove(event.batch)
                 asked.append(event)
             elif type(event) is StepBegin:
                 self.step = Step(event.step, event.requests, self.now_s)
-        if self.flying:
+        if flying:
             for done in asked:
                 for gate in done.gates:
                     for expert in gate.experts:
-                        prefetch = self.flying.get(expert)
+                        prefetch = flying.get(expert)
                         if prefetch is not None and prefetch.step is self.step:
                             prefetch.asked_in_flight = True
 
-    def commands(self, commands: Iterable[Command]) -> Step | None:
+    def commands(self, commands: Sequence[Command]) -> Step | None:
         """The finished step, if it ends here."""
         step = self.step
-        ends = False
-        for command in commands:
-            if step is None:
+        if step is None:
+            if commands:
                 raise UserError(f"the journal has a command outside any step at {self.now_s} s; make the run again")
-            if type(command) is Compute:
+            return None
+        ends = False
+        fetches, fetched, unused = self.fetches, self.fetched, self.unused
+        for command in commands:
+            if type(command) is Fetch:
+                expert = command.expert
+                fetches[command.fetch] = expert
+                fetched.append(expert)
+                if unused:
+                    unused.pop(command.slot, None)
+                if command.kind is FetchKind.PREFETCH:
+                    step.prefetches += 1
+                    self.flying[expert] = unused[command.slot] = _Prefetch(step)
+            elif type(command) is Compute:
                 self.batches.add(command.batch)
                 if command.phase is Phase.JOB:
                     self._job(step, command)
-            elif type(command) is Fetch:
-                self._fetch(step, command)
             elif type(command) is HostCompute:
                 step.hosted += 1
                 self.needed.add(command.expert)
             elif type(command) is StepEnd:
                 ends = True
-        if not ends or step is None:
+        if not ends:
             return None
         self._end(step)
         self.step = None
@@ -230,21 +237,11 @@ class Account:
             else:
                 prefetch.step.prefetches_later_hit += 1
 
-    def _fetch(self, step: Step, fetch: Fetch) -> None:
-        self.fetches[fetch.fetch] = fetch.expert
-        if fetch.expert in self.fetched:
-            step.repeated_fetches += 1
-        self.fetched.add(fetch.expert)
-        self.unused.pop(fetch.slot, None)
-        if fetch.kind is FetchKind.DEMAND:
-            step.demand_fetches += 1
-        else:
-            step.prefetches += 1
-            self.flying[fetch.expert] = self.unused[fetch.slot] = _Prefetch(step)
-
     def _end(self, step: Step) -> None:
         step.end_s = self.now_s
         step.needed = tuple(sorted(self.needed))
+        step.demand_fetches = len(self.fetched) - step.prefetches
+        step.repeated_fetches = len(self.fetched) - len({*self.fetched})
         self.needed.clear()
         self.fetched.clear()
         self.layers.clear()

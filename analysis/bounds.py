@@ -1,20 +1,20 @@
 """The offline optimum of a run's own demand: the fetches of a cache that knew the future.
 
-Owns the translation of finished steps to the lookups of an untimed cache walk.  Knows nothing of time.
+Owns the translation of finished steps to the lookups of an untimed cache, and the count of its misses.  Knows nothing
+of time.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import chain
+from heapq import heappop, heappush
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from analysis.account import Step
 from policies.core.types import ModelSpec
-from policies.eviction import Belady
-from policies.walk import walk
 
 
 def optimal_fetches(steps: Sequence[Step], model: ModelSpec, capacity: int, warmup: int) -> dict[str, Any]:
@@ -28,18 +28,47 @@ def optimal_fetches(steps: Sequence[Step], model: ModelSpec, capacity: int, warm
     hold it.
     """
     order = "lockstep" if all(step.lockstep for step in steps) else "serial_order"
-    lookups = [[*step.demands(model.n_experts)] for step in steps]
-    batches = [batch for step in lookups for batch in step]
-    if max(map(len, batches), default=0) > capacity:
+    experts = np.concatenate([np.array(step.needed, dtype=np.int64) for step in steps])
+    of_step = np.repeat(np.arange(len(steps)), [len(step.needed) for step in steps])
+    lookups, lengths = np.unique(of_step * model.n_layers + experts // model.n_experts, return_counts=True)
+    if lengths.max(initial=0) > capacity:
         return {"belady_fetches_per_step": None, "belady_order": order}
-    demand = [array("i", numbers).tobytes() for numbers in (map(len, batches), chain.from_iterable(batches))]
-    misses = _optimum(*demand, capacity, sum(map(len, lookups[:warmup])))
-    return {"belady_fetches_per_step": misses / (len(steps) - warmup), "belady_order": order}
+    misses = lookup_misses(experts, lengths, capacity)
+    measured = sum(misses[np.searchsorted(lookups, warmup * model.n_layers) :])
+    return {"belady_fetches_per_step": measured / (len(steps) - warmup), "belady_order": order}
 
 
-@lru_cache(maxsize=8)
-def _optimum(lengths: bytes, experts: bytes, capacity: int, warmup: int) -> int:
-    """Misses after ``warmup`` lookups; kept, because the systems of a sweep are compared on the same demand."""
-    numbers = iter(array("i", experts))
-    batches = [[next(numbers) for _ in range(length)] for length in array("i", lengths)]
-    return walk(batches, capacity, Belady(batches), warmup=warmup).misses
+def lookup_misses(experts: npt.NDArray[Any], lengths: npt.NDArray[Any], capacity: int) -> list[int]:
+    """The misses of each lookup, if what is needed again last leaves first (``policies.eviction.Belady``).
+
+    ``experts``: those of all lookups in their order, distinct within a lookup; ``lengths``: how many each lookup has,
+    none above ``capacity``.  All of a lookup are pinned until its end.
+
+    Which expert lies in the cache does not matter here, only when it is needed next: experts that are needed next by
+    the same lookup are equals.  So a count of the cached experts for each coming lookup is the whole state.
+    """
+    never = len(lengths)  # as if all were needed once more, after the end
+    of_lookup = np.repeat(np.arange(never), lengths)
+    by_expert = np.argsort(experts, kind="stable")
+    again = experts[by_expert[:-1]] == experts[by_expert[1:]]
+    following = np.full(len(experts), never)
+    following[by_expert[:-1][again]] = of_lookup[by_expert[1:][again]]
+    cached = [0] * (never + 1)
+    farthest: list[int] = []  # the lookups that experts are cached for, negative
+    free = capacity
+    misses = []
+    for now, needed_next in enumerate(np.split(following, np.cumsum(lengths)[:-1])):
+        hits, cached[now] = cached[now], 0
+        misses.append(len(needed_next) - hits)
+        free -= misses[-1]
+        while free < 0:
+            leave = min(cached[-farthest[0]], -free)
+            cached[-farthest[0]] -= leave
+            free += leave
+            if not cached[-farthest[0]]:
+                heappop(farthest)
+        for lookup in needed_next.tolist():
+            if not cached[lookup]:
+                heappush(farthest, -lookup)
+            cached[lookup] += 1
+    return misses

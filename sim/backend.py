@@ -112,8 +112,7 @@ class SimBackend:
         instant_s = end_of_instant_s(env.now)
         while env.peek() <= instant_s:  # alarms that were set before; what starts now ends later
             env.step()
-        done = self._done.copy()
-        self._done.clear()
+        done, self._done = self._done, []
         if self._owed_s:
             until_s, self._owed_s = env.now + self._owed_s, 0.0
             self.idle(until_s)

@@ -24,6 +24,7 @@ No clock, no random numbers, no threads, no tensors; nothing iterated here is a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from policies.core.expert_cache import Entry, ExpertCache
 from policies.core.fetch_queue import FetchQueue
@@ -121,7 +122,10 @@ class DecisionCore:
         out: list[Command] = []
         for event in events:
             if type(event) is FetchDone:
-                self._fetched(event)
+                for job in self.cache.fill(self._queue.land(event.fetch)):
+                    job.missing -= 1
+                    if job.missing == 0:
+                        self._progress.make_ready(job)
             elif type(event) is ComputeDone:
                 self._computed(event, out)
             elif type(event) is StepBegin:
@@ -179,12 +183,6 @@ class DecisionCore:
         self.runahead = f"off: {reason}"
         return False
 
-    def _fetched(self, event: FetchDone) -> None:
-        for job in self.cache.fill(self._queue.land(event.fetch)):
-            job.missing -= 1
-            if job.missing == 0:
-                self._progress.make_ready(job)
-
     def _hosted(self, event: HostDone) -> None:
         job = self._host.land(event.task)
         job.hosted -= 1
@@ -233,19 +231,21 @@ class DecisionCore:
     # ------------------------------------------------------------------ the Compute Scheduler
 
     def _commit(self, out: list[Command]) -> None:
-        ready, key = self._progress.ready, self._compute_key
+        ready = self._progress.ready
         while ready and len(self._batches) < self._compute_slots:
             if len(ready) == 1:
                 group: Sequence[Job] = [*ready.values()]
             else:
-                group = self._group(min(ready.values(), key=lambda job: (key(job), job.id)))
+                group = self._group()
             lead = group[0]
             self._progress.commit(group)
             requests = lead.requests if len(group) == 1 else tuple([r for job in group for r in job.requests])
             self._launch(Phase.JOB, lead.layer, requests, group, out)
 
-    def _group(self, lead: Job) -> Sequence[Job]:
-        ready = sorted(self._progress.ready.values(), key=lambda job: job.id)
+    def _group(self) -> Sequence[Job]:
+        jobs = self._progress.ready
+        ready = [jobs[number] for number in sorted(jobs)]
+        lead = min(ready, key=self._compute_key)  # the first of equals: ties go to the lower id
         group = self._batching.group(lead, ready)
         if lead not in group or any(job.layer != lead.layer for job in group):
             raise ProtocolError(f"{type(self._batching).__name__}.group left its lead out or mixed layers")
@@ -263,11 +263,12 @@ class DecisionCore:
     # ------------------------------------------------------------------ the Expert Fetcher
 
     def _issue(self, out: list[Command]) -> None:
-        flights = self._queue.flights
-        while len(flights) < self._fetch_slots:
-            expert = self._queue.choose()
-            if expert is not None:
-                self._start(expert, self.cache.entries[expert], out)
+        flights, slots = self._queue.flights, self._fetch_slots
+        while len(flights) < slots:
+            job = self._queue.choose()
+            if job is not None:  # that a fetch starts makes no other job come first
+                for expert in tuple(islice(job.queued, slots - len(flights))):
+                    self._start(expert, self.cache.entries[expert], out)
             elif not self._issue_prefetch(out):
                 return
 
@@ -287,7 +288,7 @@ class DecisionCore:
         return True
 
     def _start(self, expert: ExpertId, entry: Entry, out: list[Command]) -> None:
-        fetch = self._next_id()
+        fetch = self._last_id = self._last_id + 1
         self._fetches += 1
         entry.started = True
         out.append(Fetch(fetch, expert, entry.slot, self._queue.start(fetch, expert, entry.waiters)))

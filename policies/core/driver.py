@@ -44,7 +44,7 @@ def drive(
             if check:
                 core.check()
             for command in commands:
-                if isinstance(command, StepEnd):
+                if type(command) is StepEnd:
                     ended = True
                 else:
                     backend.submit(command)

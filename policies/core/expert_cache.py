@@ -55,11 +55,12 @@ class ExpertCache:
                 absent.append(expert)
                 continue
             touch(expert, count)
-            if entry.refs == 0:
+            refs = entry.refs
+            if not refs:
                 evictable.pop(expert, None)
                 if entry.held:
                     self._drop_hold(expert, entry)
-            entry.refs += 1
+            entry.refs = refs + 1
             if not entry.resident:
                 pending.append((expert, entry))
         return absent, pending
@@ -101,8 +102,8 @@ class ExpertCache:
         entries, evictable, release = self.entries, self.evictable, self.eviction.release
         for expert in experts:
             entry = entries[expert]
-            entry.refs -= 1
-            if entry.refs == 0:
+            entry.refs = refs = entry.refs - 1
+            if not refs:
                 evictable[expert] = None
                 release(expert)
 

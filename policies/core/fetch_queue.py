@@ -41,17 +41,16 @@ class FetchQueue:
         if job.queued:
             self._jobs[job.id] = job
 
-    def choose(self) -> ExpertId | None:
-        """The next queued expert of the job that comes first, or None.
+    def choose(self) -> Job | None:
+        """The job that comes first, whose ``queued`` experts are read next, or None.
 
         Jobs enter in the order of their ids, and ``min`` keeps the first of equals: ties go to the
         lower id.
         """
         jobs = self._jobs
-        if not jobs:
-            return None
-        first = min(jobs.values(), key=self._key) if len(jobs) > 1 else next(iter(jobs.values()))
-        return next(iter(first.queued))
+        if len(jobs) > 1:
+            return min(jobs.values(), key=self._key)
+        return next(iter(jobs.values()), None)
 
     def start(self, fetch: int, expert: ExpertId, waiters: list[Job]) -> FetchKind:
         """``fetch`` reads ``expert`` from now on; nobody has it queued any more.

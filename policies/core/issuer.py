@@ -42,6 +42,8 @@ class JobIssuer:
         host: HostQueue,
     ) -> None:
         self._model, self._cache, self._progress, self._queue, self._room = model, cache, progress, queue, room
+        n = model.n_experts
+        self._experts = [frozenset(range(layer * n, (layer + 1) * n)) for layer in range(model.n_layers)]
         self._units: Sequence[tuple[RequestId, ...]] = ()
         self._waves: dict[int, _Waves] = {}
         self._host = host
@@ -57,16 +59,15 @@ class JobIssuer:
             raise ProtocolError(
                 f"ComputeDone({event.batch}) has {len(event.gates)} gates; expected {expected}, those of layer {layer}"
             )
-        top_k = self._model.top_k
-        low = layer * self._model.n_experts
-        high = low + self._model.n_experts
-        for gate in event.gates:
-            chosen = gate.experts
-            if len({*chosen}) != top_k or len(chosen) != top_k or min(chosen) < low or max(chosen) >= high:
-                raise ProtocolError(
-                    f"ComputeDone({event.batch}) has the gate {chosen}; expected {top_k} distinct experts of "
-                    f"layer {layer}, ids {low} to {high - 1}"
-                )
+        if expected:
+            top_k, possible = self._model.top_k, self._experts[layer]
+            for gate in event.gates:
+                chosen = gate.experts
+                if len(chosen) != top_k or len(possible.intersection(chosen)) != top_k:
+                    raise ProtocolError(
+                        f"ComputeDone({event.batch}) has the gate {chosen}; expected {top_k} distinct experts of "
+                        f"layer {layer}, ids {min(possible)} to {max(possible)}"
+                    )
         return dict(zip(batch.requests, event.gates, strict=False))
 
     def begin(self, units: Sequence[tuple[RequestId, ...]]) -> None:
@@ -126,15 +127,16 @@ class JobIssuer:
                 self._queue.upgrade(expert)
             else:
                 job.queued[expert] = None
+        reserve, queued = self._cache.reserve, job.queued
         for expert in absent:
-            reserved = self._cache.reserve(expert, uses[expert])
+            reserved = reserve(expert, uses[expert])
             if reserved is None:
                 raise CapacityError(
                     f"no slot for expert {self._model.split(expert)}: every entry is needed by an unfinished job; "
                     f"the eviction policy promised more room than it gives"
                 )
             reserved.waiters.append(job)
-            job.queued[expert] = None
+            queued[expert] = None
         job.missing = len(absent) + len(pending) + job.hosted
         self._progress.add(job)
         if job.missing:

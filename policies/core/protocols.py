@@ -47,7 +47,10 @@ class JobOrder(Protocol):
     """Which job comes first (paper §4.2)."""
 
     def key(self, job: Job) -> tuple[int, ...]:
-        """The smallest key goes first; the core breaks ties by the job's id."""
+        """The smallest key goes first; the core breaks ties by the job's id.
+
+        It depends on nothing that the start of a fetch changes: ``job.queued`` is what is left to order.
+        """
         ...
 
 

@@ -63,7 +63,6 @@ def test_states_counts_and_groups_of_a_runahead_step() -> None:
     assert step.neither_s == 0.0
     assert (step.demand_fetches, step.prefetches, step.repeated_fetches) == (3, 0, 0)
     assert step.needed == (0, 1, 4)
-    assert list(step.demands(4)) == [(0, 1), (4,)]
     assert step.jobs == 4
     assert step.group_sizes == Counter({1: 2, 2: 1})
     assert not step.lockstep
