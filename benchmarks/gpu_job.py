@@ -115,12 +115,12 @@ class Jobs:
         slots[0].enter()
         if streams == 1 or not CUDA:
             return elapsed_us(
-                lambda i: slots[i % len(slots)].graphs.run(Phase.JOB, layers[i % len(layers)], n), 240 if CUDA else 3
+                lambda i: slots[i % len(slots)].graphs.run(Phase.JOB, layers[i % len(layers)], n, slots[0].handle),
+                240 if CUDA else 3,
             )
 
         def run(i: int) -> None:
-            slots[i % 2].enter()
-            slots[i % 2].graphs.run(Phase.JOB, layers[i // 2 % len(layers)], n)
+            slots[i % 2].run(Phase.JOB, layers[i // 2 % len(layers)], n)
 
         for i in range(10):
             run(i)
@@ -140,7 +140,7 @@ class Jobs:
         n = next(size for size in slot.graphs.sizes if size >= self.n)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
             for _ in range(10):
-                slot.graphs.run(Phase.JOB, self.layer, n)
+                slot.run(Phase.JOB, self.layer, n)
             torch.cuda.synchronize()
         return {e.key[:60]: round(e.self_device_time_total / 10, 2) for e in found.key_averages()}
 

@@ -189,4 +189,4 @@ class StreamBackend(MachineBackend):
             layer, low = command.layer + 1, (command.layer + 1) * self.decoder.spec.n_experts
             numbers = [[expert - low for expert in one] for one in chosen.experts]
             predictions = self._predictor.predict(layer, command.requests, numbers)
-        return tuple([Gate(tuple(e), ahead) for e, ahead in zip(chosen.experts, predictions, strict=True)])
+        return tuple([Gate(experts, ahead) for experts, ahead in zip(chosen.experts, predictions, strict=True)])

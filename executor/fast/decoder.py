@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from executor.cache import KvCache
 from executor.fast.buffers import Buffers
-from executor.fast.descriptor import SEQUENCE_LIMIT
+from executor.fast.descriptor import SEQUENCE_LIMIT, ints
 from executor.fast.families import plan_of
 from executor.fast.graphs import JobGraphs
 from executor.fast.ops import Ops
@@ -28,7 +27,6 @@ from executor.rows import check_products
 from policies.core.messages import Prediction
 from policies.core.types import ExpertId, ModelSpec, Phase, RequestId, UserError
 
-_PLACES = ("at", "first", "end")
 _ID_MASK = (1 << TAG_BITS) - 1
 
 
@@ -53,7 +51,7 @@ class Gates:
     ``predicted``, ``foreign``: as in ``executor.model.Routing``.
     """
 
-    experts: list[list[ExpertId]]
+    experts: list[tuple[ExpertId, ...]]
     predicted: list[tuple[Prediction, ...]]
     foreign: int = 0
 
@@ -73,16 +71,23 @@ class JobSlot:
 
     def __init__(self, steps: Steps, buffers: Buffers, stream: torch.cuda.Stream | None, *, graphs: bool) -> None:
         self.stream, self.buffers = stream, buffers
+        self.handle = 0 if stream is None else stream.cuda_stream
         with torch.cuda.stream(stream):
             self.graphs = JobGraphs(steps, buffers, graphs=graphs)
-        self.ids, self.ahead_ids = buffers.ids.numpy().view(np.uint32), buffers.ahead_ids.numpy()
-        self.ahead_scores = buffers.ahead_scores.numpy()
+        self.ids = memoryview(buffers.ids.numpy()).cast("B")
+        self.ahead_ids, self.ahead_scores = buffers.ahead_ids.numpy(), buffers.ahead_scores.numpy()
         self.flight: _Flight | None = None
 
     def enter(self) -> None:
         """Make this slot's stream the thread's current one."""
         if self.stream is not None:
             torch.cuda.set_stream(self.stream)
+
+    def run(self, phase: Phase, layer: int, n: int) -> None:
+        """Launch what the descriptor tells, on this slot's stream; see ``JobGraphs.run``."""
+        if not len(self.graphs):
+            self.enter()
+        self.graphs.run(phase, layer, n, self.handle)
 
     @property
     def done(self) -> bool:
@@ -150,23 +155,28 @@ class FastDecoder:
         n = slot.graphs.padded[len(rows)]
         self._sequence = (self._sequence + 1) % SEQUENCE_LIMIT
         descriptor = slot.buffers.descriptor
-        slot.enter()
-        descriptor.begin(self._sequence, rows, n)
         gates = phase is not Phase.HEAD and gates_layer < len(self.plan.layers)
+        tokens: Sequence[int] = ()
+        slots: Sequence[int] = ()
+        positions: Sequence[int] = ()
+        at: Sequence[int] = ()
+        first: Sequence[int] = ()
+        end: Sequence[int] = ()
         if phase is Phase.ENTRY:
-            descriptor.put("tokens", [member.token for member in members])
+            tokens = [member.token for member in members]
         elif phase is Phase.JOB:
-            descriptor.put("slots", [slot_of[expert] for member in members for expert in member.chosen])
+            slots = [slot_of[expert] for member in members for expert in member.chosen]
         if gates:
             positions = [member.position for member in members]
-            descriptor.put("positions", positions)
             state = self.decoder.states[gates_layer]
             if isinstance(state, KvCache):
-                for name, values in zip(_PLACES, state.places(rows, positions), strict=True):
-                    descriptor.put(name, values)
+                if state.window is not None:
+                    slot.enter()  # it may have to move what is kept
+                at, first, end = state.places(rows, positions)
             low = gates_layer * self.plan.n_experts
-            descriptor.impose(None if given is None else [[expert - low for expert in one] for one in given])
-        slot.graphs.run(phase, layer if phase is Phase.JOB else 0, n)
+            descriptor.impose(None if given is None else [expert - low for one in given for expert in one])
+        descriptor.tell(self._sequence, n, rows, tokens, positions, at, first, end, slots)
+        slot.run(phase, layer if phase is Phase.JOB else 0, n)
         slot.flight = _Flight(gates_layer if gates else None, members, given, self._sequence)
 
     # ------------------------------------------------------------------ collect
@@ -177,15 +187,17 @@ class FastDecoder:
         assert flight is not None
         if flight.layer is None:
             return None
-        n, low = len(flight.members), flight.layer * self.plan.n_experts
-        tag = flight.sequence << TAG_BITS
-        own = [[word - tag + low for word in row] for row in slot.ids[:n].tolist()]  # for so few, arrays take longer
-        if min(map(min, own)) < low or max(map(max, own)) > low + _ID_MASK:
+        n, k, tag = len(flight.members), self.plan.top_k, flight.sequence << TAG_BITS
+        words = ints(n * k).unpack_from(slot.ids)  # for so few, arrays take longer
+        if min(words) < tag or max(words) > tag + _ID_MASK:
             raise RuntimeError(f"job {flight.sequence} has ended without its experts; the run is broken")
+        base = flight.layer * self.plan.n_experts - tag
+        ids = [word + base for word in words]
+        own = [tuple(ids[first : first + k]) for first in range(0, n * k, k)]
         experts, foreign = own, 0
         if flight.given is not None:
-            experts = [list(one) for one in flight.given]
-            foreign = sum(len({*chosen} - {*gate}) for chosen, gate in zip(experts, own, strict=True))
+            experts = [*map(tuple, flight.given)]
+            foreign = sum([len({*chosen}.difference(gate)) for chosen, gate in zip(experts, own, strict=True)])
         for member, chosen in zip(flight.members, experts, strict=True):
             member.chosen = chosen
         return Gates(experts, self._predicted(slot, flight.layer, n), foreign)

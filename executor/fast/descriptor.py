@@ -37,7 +37,11 @@ class Descriptor:
         words = _FIELD + 6 * line + 2 * table
         self.host = torch.full((words,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.device = torch.full((words,), -1, dtype=torch.int32, device=device)
-        self._words = memoryview(self.host.numpy()).cast("B")
+        self._bytes = memoryview(self.host.numpy()).cast("B")
+        self._nothing = (-1,) * tile
+        # From the beginning to the end of `slots`, for each padded size.
+        lines = [6 * f"{n}i{4 * (line - n)}x" for n in range(tile + 1)]
+        self._layouts = [struct.Struct(f"=i{4 * (_FIELD - 1)}x{lines[n]}{n * top_k}i") for n in range(tile + 1)]
         self._imposed = False
 
     def copy(self) -> None:
@@ -53,34 +57,46 @@ class Descriptor:
             return self.device[start : start + n * self.top_k].view(n, self.top_k)
         return self.device[start : start + n]
 
-    def begin(self, sequence: int, rows: Sequence[int], padded: int) -> None:
-        """Begin to fill the host's side; the job that it told before must have run.
+    def tell(  # noqa: PLR0917 - the fields, in their order
+        self,
+        sequence: int,
+        padded: int,
+        rows: Sequence[int],
+        tokens: Sequence[int] = (),
+        positions: Sequence[int] = (),
+        at: Sequence[int] = (),
+        first: Sequence[int] = (),
+        end: Sequence[int] = (),
+        slots: Sequence[int] = (),
+    ) -> None:
+        """Fill the host's side; the job that it told before must have run.
 
-        Padding has no row, and none of its pairs has a slot.
+        Fields hold a value for each token (``slots``: ``top_k``) or none.  What is missing up to ``padded`` tokens is
+        -1: padding has no row, and none of its pairs has a slot.
         """
-        self._pack(0, (sequence,))
-        missing = padded - len(rows)
-        self.put("rows", [*rows, *[-1] * missing] if missing else rows)
-        if missing:
-            self._pack(self._start["slots"] + len(rows) * self.top_k, [-1] * (missing * self.top_k))
+        values = [sequence]
+        for line in (rows, tokens, positions, at, first, end):
+            values += line
+            if (missing := padded - len(line)) > 0:
+                values += self._nothing[:missing]
+        values += slots
+        if (missing := padded * self.top_k - len(slots)) > 0:
+            values += [-1] * missing
+        self._layouts[padded].pack_into(self._bytes, 0, *values)  # at one time: a call for each field takes longer
 
-    def put(self, name: str, values: Sequence[int]) -> None:
-        """A field of the group's tokens, without padding."""
-        self._pack(self._start[name], values)
-
-    def impose(self, given: Sequence[Sequence[int]] | None) -> None:
-        """The experts to use instead of the gate's own, or None."""
+    def impose(self, given: Sequence[int] | None) -> None:
+        """The experts to use instead of the gate's own, ``top_k`` for each token, or None."""
         if given is not None:
-            self.put("given", [expert for experts in given for expert in experts])
+            self._put_given(given)
         elif self._imposed:
-            self.put("given", [-1] * (self.tile * self.top_k))
+            self._put_given([-1] * (self.tile * self.top_k))
         self._imposed = given is not None
 
-    def _pack(self, start: int, values: Sequence[int]) -> None:
-        # Twice as fast as an assignment to a slice of an array.
-        _ints(len(values)).pack_into(self._words, 4 * start, *values)
+    def _put_given(self, values: Sequence[int]) -> None:
+        ints(len(values)).pack_into(self._bytes, 4 * self._start["given"], *values)
 
 
 @lru_cache(maxsize=1024)
-def _ints(count: int) -> struct.Struct:
+def ints(count: int) -> struct.Struct:
+    """So many int32 in a row."""
     return struct.Struct(f"={count}i")

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from executor.cuda_driver import checked, cuda_driver
 from executor.fast.buffers import Buffers
 from executor.fast.steps import Steps
 from policies.core.types import Phase
@@ -27,7 +28,7 @@ def sizes_up_to(tile: int) -> tuple[int, ...]:
 
 
 class JobGraphs:
-    """Runs any job of one job slot on the current stream.  ``padded[n]``: the size that a group of ``n`` runs in.
+    """Runs any job of one job slot.  ``padded[n]``: the size that a group of ``n`` runs in.
 
     ``graphs``: capture all of them now, on the current stream, which must be the one they will run on: libraries
     keep a workspace for each stream.  ``graph_bytes`` and ``capture_s``: what that took.
@@ -38,17 +39,22 @@ class JobGraphs:
         self.sizes = sizes_up_to(buffers.tile)
         self.padded = [next(size for size in self.sizes if size >= n) for n in range(buffers.tile + 1)]
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._handles: dict[int, int] = {}
         self.graph_bytes, self.capture_s = 0, 0.0
         if graphs:
             self._capture()
+            self._launch_graph = cuda_driver().cuGraphLaunch
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, phase: Phase, layer: int, n: int) -> None:
-        """Launch for a group padded to ``n``, one of ``sizes``."""
-        if self._graphs:
-            self._graphs[_number(phase, layer, n)].replay()
+    def run(self, phase: Phase, layer: int, n: int, stream: int) -> None:
+        """Launch for a group padded to ``n``, one of ``sizes``.
+
+        ``stream``: CUDA's handle of the stream that a graph is launched on; without graphs it must be the current one.
+        """
+        if self._handles:
+            checked(self._launch_graph(self._handles[_number(phase, layer, n)], stream))
         else:
             self._launch((phase, layer, n))()
 
@@ -80,6 +86,7 @@ class JobGraphs:
             self._launch(key)()
             graph.capture_end()
             self._graphs[_number(*key)] = graph
+            self._handles[_number(*key)] = graph.raw_cuda_graph_exec()
         torch.cuda.synchronize(device)
         self.graph_bytes = free - torch.cuda.mem_get_info(device)[0]
         self.capture_s = time.perf_counter() - began_s
